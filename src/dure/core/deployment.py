@@ -31,6 +31,8 @@ class NodeId(NamedTuple):
 
 WORKER = "worker"
 SERVER = "server"
+ACTOR = "actor"
+REPLAY = "replay"
 
 
 def rank_of_worker(name: str) -> int | None:

@@ -461,6 +461,21 @@ class StepPortion:
         return self.function()
 
 
+@dataclass(slots=True)
+class TimedWork:
+    """Work of `seconds` on a machine of speed 1 or, without them, of a step of `flops` operations, in virtual time.
+
+    `function` is called when the time is over.
+    """
+
+    function: Callable[[], Any]
+    seconds: float | None = None
+    flops: float = 0.0
+
+    def run(self) -> Any:
+        return self.function()
+
+
 def taking(*codec_works: CodecWork) -> Apply:
     """Work without a function, which lets the time of `codec_works` pass in virtual time.
 

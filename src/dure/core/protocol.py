@@ -29,8 +29,9 @@ SHOWN = 40
 """Most characters of a wrong value in a refusal."""
 
 
-NODES = ("worker", "server")
+NODES = ("worker", "server", "actor", "replay")
 WORKERS = ("worker",)
+COMPANIONS = ("actor", "replay")
 DRIVER = ("driver",)
 CLOCK = ("server 0",)
 """The node of the clock, which commands the shards."""
@@ -160,7 +161,7 @@ NUMBER = Field("a number", lambda value, _: _is_number(value))
 FINITE = Field("a finite number", lambda value, _: _is_number(value) and math.isfinite(value))
 TRUTH = Field("true or false", lambda value, _: type(value) is bool)
 TEXT = Field("a text", lambda value, _: isinstance(value, str) and len(value) <= LONGEST_TEXT)
-NODE = Field("the name of a worker or server", lambda value, _: isinstance(value, str) and _is_kind(value, NODES))
+NODE = Field("the name of a node", lambda value, _: isinstance(value, str) and _is_kind(value, NODES))
 OWN = Field("the caller's own rank", _is_own)
 RATE = nullable(either(FINITE, listed(FINITE)))
 PORT = Field("a port from 1 to 65535", lambda value, _: type(value) is int and 0 < value < 1 << 16)

@@ -40,6 +40,32 @@ def split(text: str) -> tuple[str, str] | None:
     return (match[1], match[2]) if match else None
 
 
+def as_value(name: str) -> str:
+    """FILE.py:NAME as the value of a parameter in a member's text, where a colon begins the parameters.
+
+    >>> as_value("lab/maze.py:make"), as_name("lab/maze.py@make"), as_name("CartPole-v1")
+    ('lab/maze.py@make', 'lab/maze.py:make', 'CartPole-v1')
+    """
+    found = split(name)
+    return name if found is None else "@".join(found)
+
+
+def as_name(value: str) -> str:
+    """The name that `as_value` wrote; other values as they are."""
+    file, _, name = value.rpartition("@")
+    return f"{file}:{name}" if file.endswith(".py") else value
+
+
+def file_of(value: str) -> str:
+    """The file that a value of `as_value` or a name has; empty without one.
+
+    >>> file_of("lab/maze.py@make"), file_of("lab/maze.py:make"), file_of("CartPole-v1")
+    ('lab/maze.py', 'lab/maze.py', '')
+    """
+    file = as_name(value).rpartition(":")[0]
+    return file if file.endswith(".py") else ""
+
+
 def run(file: str) -> ModuleType:
     """Run `file` and return it as a module. It can import modules of its folder, as a script can.
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from dure.job.data.structure import Batch, called, moved, tensors
+from dure.job.metrics import Metrics
 from dure.job.replica import Replica
 
 if TYPE_CHECKING:
+    from dure.job.companions import Grader
     from dure.job.data.dataset import DataSet
     from dure.job.job import Job
 
@@ -19,13 +21,6 @@ BATCH = 1024
 
 SAMPLES = 1000
 """Number of training samples that an evaluation uses if the job has no test data."""
-
-
-class Metrics(NamedTuple):
-    """Mean loss, and the share of right answers (None if the job defines no accuracy)."""
-
-    loss: float
-    accuracy: float | None
 
 
 def _batch(job: Job, data: DataSet) -> int:
@@ -79,6 +74,13 @@ class Evaluator:
         """A batch on the device of the model."""
         device = self._replica.device
         return batch if device.type == "cpu" else moved(batch, device)
+
+
+def grader_of(job: Job, samples: int | None = None, *, device: str = "cpu", seed: int = 0) -> Grader:
+    """What grades the models of `job`: its companions, or else an `Evaluator`."""
+    if job.companions is not None:
+        return job.companions.grader(job.build, samples, seed=seed)
+    return Evaluator(job, samples, device=device, seed=seed)
 
 
 def _mean(values: Sequence[Any], parts: Sequence[torch.Tensor]) -> float:

@@ -53,6 +53,11 @@ class Requester(Protocol):
     @property
     def drained_at(self) -> int: ...
 
+    @property
+    def versions(self) -> list[int] | None:
+        """The version of each shard of the parameters; None without servers."""
+        ...
+
     def settle(self, values: torch.Tensor) -> None:
         """Copy the parameters to `values`, the memory in which a user's loop reads them."""
         ...

@@ -13,6 +13,7 @@
     | `imdb-albert`    | IMDB reviews       | Hugging Face's ALBERT, likewise                                   |
     | `char-gpt`       | Python's manual, or a file `text` | decoder; `width=64`, `layers=4`, `heads=4`, `context=64` |
     | `quadratic`      | drawn              | a point; `dim`, `conditioning`, `noise`; its optimum is known     |
+    | `apex`, `gorila`, `dqn` | an environment, `env=CartPole-v1` | a Q-network, or a policy and a critic; `actors=4` |
 
 Any other job is named `FILE.py:FUNCTION`: a function that returns a `Job`. Parameters follow the name, as in
 `mnist-mlp:depth=7,hidden=64`.
@@ -38,6 +39,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from dure.core import user_code
 from dure.core.spec_text import names, nearest, parse_member, parse_value
 from dure.errors import UsageError
+from dure.job.companions import Companions
 from dure.job.data.dataset import Data, DataSet
 from dure.job.data.location import data_root as find_root
 from dure.job.data.samples import Samples, check_map_style
@@ -61,6 +63,9 @@ BUILT_IN: Mapping[str, str] = {
     "char-gpt": "dure.job.models.char_gpt:char_gpt",
     "quadratic": "dure.job.models.quadratic:quadratic",
     "softmax-regression": "dure.job.models.softmax:softmax_regression",
+    "apex": "dure.rl.jobs:apex",
+    "gorila": "dure.rl.jobs:gorila",
+    "dqn": "dure.rl.jobs:dqn",
 }
 
 
@@ -91,6 +96,9 @@ class Job:
     of the computation, each an `nn.Module` that takes the output of the block before it (`partition/blocks.py`). A
     model that is an `nn.Sequential` needs none.
 
+    `companions` are nodes beside workers and servers, from which the workers' gradients come (`companions.py`). `train`
+    then only has the shapes of a sample, and `loss` is not that of the training.
+
     A function of a job file may take `data_root` (a `Path`) and parameters of its own, all with defaults.
     """
 
@@ -110,6 +118,7 @@ class Job:
     groups: Groups | None = None
     schedule: Schedule | str | None = None
     stages: Callable[[nn.Module], Sequence[nn.Module]] | None = None
+    companions: Companions | None = None
 
     def __post_init__(self) -> None:
         if hasattr(self.model, "named_parameters") and not isinstance(self.model, type):
@@ -236,6 +245,12 @@ def load_job(name_or_path: str, data_root: Path | str | None = None, **overrides
     job = _override(job, given)
     job.name = job.name or (name if folder is None else function_name)
     return job
+
+
+def may_have_companions(name_or_path: str) -> bool:
+    """Whether the job of that name may have companions: it is a user's, or one of reinforcement learning."""
+    name = parse_member(name_or_path).name
+    return BUILT_IN.get(name, "dure.rl").startswith("dure.rl")
 
 
 def _locate(text: str) -> tuple[str, Path | None]:

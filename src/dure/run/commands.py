@@ -91,7 +91,9 @@ class Commands:
             await self.call(clock, "settle")
 
     async def save_servers(self, draft: Path) -> None:
-        """Have all servers write their parts of a checkpoint."""
+        """Have all servers, and the companions that the run cannot lose, write their parts of a checkpoint."""
+        for name in self._roster.saving:
+            await self.call(name, "save", draft=str(draft))
         if self._roster.servers:
             await self.settle()
         for name in self._roster.servers:

@@ -16,7 +16,8 @@ from __future__ import annotations
 import logging
 import secrets
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -26,6 +27,7 @@ from dure.core.meter import SPAN_KINDS
 from dure.core.node import Call, Reply, TensorSpec
 from dure.core.protocol import (
     CLOCK,
+    COMPANIONS,
     COUNT,
     FINITE,
     NODE,
@@ -44,10 +46,11 @@ from dure.core.protocol import (
     row,
 )
 from dure.core.state import State
-from dure.errors import Refused
+from dure.errors import Refused, RemoteError
 from dure.run import checkpoint
 from dure.run.checkpoint_schedule import CheckpointSchedule
 from dure.run.commands import Commands
+from dure.run.companion_tracker import CompanionTracker
 from dure.run.failures import FailureTracker
 from dure.run.history import History
 from dure.run.last_checkpoint import LastCheckpoint
@@ -122,7 +125,8 @@ class Driver:
         self.registration = Registration(node, roster, lambda: node.begin(self.progress.totals.seconds))
         self.commands = commands = Commands(node, roster, self.registration.registered, setup.clocks)
         self.progress = progress = RunProgress(setup, roster)
-        self.history = History(setup, self.callbacks, progress, node.now)
+        self.companions = CompanionTracker(setup)
+        self.history = History(setup, self.callbacks, progress, node.now, self.companions.row)
         self.results = Results(setup, node, roster, commands)
         shared: dict[str, Any] = {"progress": progress, "commands": commands}
         self.checkpoints = CheckpointSchedule(setup, node, roster, folder=self.folder, part=self._part, **shared)
@@ -140,16 +144,22 @@ class Driver:
             begun=self.registration.begun,
             now=node.now,
             go_on_without=self._go_on_without,
+            companions=self.companions,
             **shared,
         )
-        self._handlers = {
+        self._handlers = self._methods()
+
+    def _methods(self) -> dict[str, Callable[[Call], Any]]:
+        """The handlers of the service, by the name of the method."""
+        return {
             "register": self._register,
             "ready": self._ready,
             "progress": self._report,
             "snapshot": self.history.snapshot,
             "part": self.history.part,
-            "slowest": lambda call: Reply({"steps": progress.lowest()}),
+            "slowest": lambda call: Reply({"steps": self.progress.lowest()}),
             "spans": self.history.add_spans,
+            "figures": self.companions.report,
             "suspended": self.checkpoints.suspended,
             "saved": self.checkpoints.saved,
             "evicted": self._evicted,
@@ -169,10 +179,11 @@ class Driver:
         "part": Method(WORKERS, {"steps": COUNT, "updates": COUNT, "at_servers": COUNT, "at": COUNT}),
         "slowest": Method(WORKERS),
         "spans": Method(WORKERS, {"spans": listed(row(TEXT, one_of(*SPAN_KINDS), FINITE, FINITE, TEXT))}),
+        "figures": Method(COMPANIONS, {"figures": mapping(FINITE)}),
         "suspended": Method(WORKERS, {"step": COUNT}),
         "saved": Method(WORKERS, {"problem": nullable(TEXT)}),
         "evicted": Method(CLOCK, {"worker": NODE}),
-        "failed": Method(WORKERS, {"kind": TEXT, "message": TEXT, "refused": COUNT}),
+        "failed": Method((*WORKERS, *COMPANIONS), {"kind": TEXT, "message": TEXT, "refused": COUNT}),
         "done": Method(
             WORKERS,
             {
@@ -278,7 +289,7 @@ class Driver:
             totals.seconds = after.node.now()
             totals.failures_survived = after.progress.totals.failures_survived + 1
             self.failures.causes.update(after.failures.causes)
-        for name in (*self.roster.servers, *self.roster.workers):
+        for name in (*self.roster.servers, *self.roster.companions, *self.roster.workers):
             if name not in self.roster.finished:
                 self.start(name, resume=resume)
         while not self._all_finished():
@@ -315,6 +326,8 @@ class Driver:
         for name in self.restarts.due(self.node.now(), self.launcher.exited):
             self.progress.totals.failures_survived += 1
             self.start(name, resume=self.folder)
+        for name in self.companions.due(self.node.now(), self.launcher.exited):
+            self.start(name)
         self.failures.check(self.roster.workers, self.restarts)
         self.last_checkpoint.look()
         self.registration.check()
@@ -352,6 +365,7 @@ class Driver:
             "progress": self.progress.reports,
             "finished": self.roster.finished,
             "origin": self.setup.origin,
+            "companions": self.companions.figures(),
         }
         tensors = {}
         for name, (values, buffers) in self.results.delivered.items() if not self.roster.servers else ():
@@ -369,6 +383,7 @@ class Driver:
             if name in tensors:
                 self.results.delivered[name] = Delivered(tensors[name], tensors.get(f"{name} buffers"))
         self.checkpoints.due += plain["checkpoint"]
+        self.companions.restore(plain.get("companions", {}))
 
     async def _gather(self) -> Outcome:
         """Collect the result, end all processes, and evaluate the final model."""
@@ -376,6 +391,7 @@ class Driver:
         progress.count_finished()
         values, updates = await self.results.collect(progress.totals)
         progress.count_refused()
+        await self._collect_figures()
         await self._dismiss()
         step = min(report["steps"] for report in finished.values())
         self.history.end(values, merged_buffers(self.setup, self.results.delivered), step=step, updates=updates)
@@ -383,7 +399,14 @@ class Driver:
         notes["unfinished"] = self._unfinished()
         notes |= count_stages(progress.totals, {name: report.get("stage", {}) for name, report in finished.items()})
         notes |= self.setup.topology.notes()
+        notes |= self.setup.experience(self.companions.figures(), self.history.rows, progress.totals.seconds)
         return Outcome(progress.totals, self.history.rows, values, self.history.spans, notes)
+
+    async def _collect_figures(self) -> None:
+        """Have all companions report once more."""
+        for name in self.roster.present.intersection(self.roster.companions):
+            with suppress(RemoteError):  # it has failed
+                await self.commands.call(name, "report")
 
     async def _dismiss(self) -> None:
         """End all processes."""
@@ -391,7 +414,7 @@ class Driver:
             self.progress.count_lost(name)
             self.roster.dismissed.add(name)
             self.launcher.signal(name, signal.SIGKILL)  # a stopped process would close no connection
-        for name in (*self.roster.finished, *self.roster.servers):
+        for name in (*self.roster.finished, *self.roster.companions, *self.roster.servers):
             self.roster.dismissed.add(name)
             await self.commands.bye(name)
 

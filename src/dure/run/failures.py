@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dure import errors
-from dure.core.deployment import SERVER, Deployment, NodeId, WhenLost
+from dure.core.deployment import REPLAY, SERVER, Deployment, NodeId, WhenLost
 from dure.core.folder_names import LATEST
 from dure.errors import DureError, RemoteError
 from dure.run.restart_policy import LIMIT
@@ -107,8 +107,10 @@ class FailureTracker:
             fatal = self._deployment[name].when_lost is not WhenLost.GO_ON
             if fatal and name not in restarts.awaited and name not in self.reported and self._explained(name):
                 again = f", for the {restarts.made[name] + 1}th time" if restarts.made[name] >= LIMIT else ""
-                serves = NodeId.of(name).kind == SERVER
-                loss = "its part of the model is gone" if serves else f"{self._strategy} needs all workers"
+                kind = NodeId.of(name).kind
+                loss = {SERVER: "its part of the model is gone", REPLAY: "its transitions are gone"}.get(
+                    kind, f"{self._strategy} needs all workers"
+                )
                 raise DureError(f"{name} failed: {self.cause(name)}; {loss}{again}.{self._advice(name)}")
         if workers and all(name in self._failed for name in workers):
             first = next(iter(name for name in self._failed if name in workers))

@@ -19,9 +19,18 @@ if TYPE_CHECKING:
 
 
 class History:
-    """Makes the rows of a run. The snapshots of `evaluating_worker` count; `now` gives the seconds of the run."""
+    """Makes the rows of a run. The snapshots of `evaluating_worker` count; `now` gives the seconds
+    of the run, `more` what a row has besides at such seconds.
+    """
 
-    def __init__(self, setup: Setup, callbacks: Callbacks, progress: RunProgress, now: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        setup: Setup,
+        callbacks: Callbacks,
+        progress: RunProgress,
+        now: Callable[[], float],
+        more: Callable[[float], Row],
+    ) -> None:
         self.rows: list[Row] = []
         self.spans: list[Span] = []
         self.evaluating_worker = ""
@@ -30,6 +39,7 @@ class History:
         self._callbacks = callbacks
         self._progress = progress
         self._now = now
+        self._more = more
         self._gathering = setup.gathering()
         self._at_servers: dict[int, int] = {}  # gradients that are in all parts of a step
         self._last_step = 0
@@ -84,6 +94,7 @@ class History:
             "updates": updates,
             "samples": totals.counts["samples"],
             "bytes": totals.counts["bytes_sent"],
+            **self._more(totals.seconds),
         }
         self.evaluator.submit(Snapshot(row, values, buffers))
         self.evaluator.close()
@@ -99,6 +110,7 @@ class History:
             "loss": None,
             "accuracy": None,
             "bytes": max(self._progress.bytes_sent(), nbytes),
+            **self._more(seconds),
         }
 
     def _add(self, row: Row) -> None:

@@ -14,37 +14,33 @@ leave the clock; done(parameters) ---------->  the run's result
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from dure.core.deployment import WORKER, NodeId
-from dure.core.node import Address, Call, Operation, Reply, Suspend, Task, TensorSpec, nothing
+from dure.core.node import Address, Call, Operation, Reply, Suspend, Task, TensorSpec
 from dure.core.protocol import COUNT, DRIVER, NODE, PLACE, TEXT, Method
 from dure.errors import CheckpointError, DureError, Refused
-from dure.job.gradients import GradientEngine
 from dure.partition.source import StageSource
 from dure.report.metrics import VersionCounts
 from dure.run import checkpoint
 from dure.run.checkpoint import Parts
-from dure.run.devices import CPU
 from dure.run.servers import build_server
 from dure.run.snapshots import DRIVER_ADDRESS, Snapshots
 from dure.run.stage_figures import figures_of
 from dure.run.work_through import work_through
 from dure.run.worker_memory import check_process_memory
 from dure.run.workers import build_worker, restore_worker
-from dure.runtime.heartbeat import Heartbeat
 from dure.runtime.launch.engine_store import connected
 from dure.runtime.launch.machine_memory import memory_limit
 from dure.runtime.launch.rendezvous import lead_engine
 from dure.runtime.launch.watchdog import without_watchdog
 from dure.runtime.process.node import ProcessNode
-from dure.runtime.wire import Credentials, Identity, Loss
+from dure.runtime.wire import Loss
 from dure.sync import membership, saved
 from dure.topology.parameter_server.progress import EVICT_SECONDS
 
@@ -62,7 +58,7 @@ COUNTED = ("bytes_sent", "bytes_received", "messages")
 SPANS = 4000
 """Spans per message."""
 
-MESSAGE = 4000
+FAILURE_TEXT = 4000
 """Maximal characters of an error that is reported to the driver."""
 
 
@@ -81,96 +77,6 @@ class FaultSettings:
     return_seconds: float = 0.0
 
 
-@dataclass(frozen=True)
-class LaunchSpec:
-    """The start values of a process: its `name` in `run`, the address of the `driver`, a checkpoint to `resume`.
-
-    `credentials` are the run's, as plain values. They come through a pipe: no argument or environment variable has
-    them. `heartbeat` is a result of `LivenessMonitor.admit`; a process without it sends no heartbeats.
-    """
-
-    name: str
-    run: str
-    incarnation: int
-    driver: Sequence[Any]
-    credentials: Mapping[str, Any] = field(repr=False)
-    fault_settings: FaultSettings = FaultSettings()
-    interface: str = "127.0.0.1"
-    resume: str | None = None
-    heartbeat: Sequence[Any] = ()
-
-    @classmethod
-    def of(cls, *, fault_settings: Mapping[str, Any], **plain: Any) -> LaunchSpec:
-        """Make a launch specification of values that JSON has."""
-        return cls(fault_settings=FaultSettings(**fault_settings), **plain)
-
-
-def main(setup: Setup, spec: LaunchSpec, check: Callable[[], None] = nothing) -> None:
-    """Entry point of a worker or server process.
-
-    On an error the process exits without closing its connections; peers treat that as a crash. `check` is called at
-    least once a second during a wait; it raises an error that ends this process.
-    """
-    torch.set_num_threads(1)
-    kind, rank = spec.name.split()
-    identity = Identity(spec.run, spec.name, int(rank), spec.incarnation)
-    config = setup.config
-    gradient_engine: GradientEngine | None = None
-    if kind == "worker":
-        setup = setup.for_worker(int(rank))
-        take(setup.device)
-        if setup.stages is None:  # a stage computes its gradients itself
-            # One worker per process: its gradients are computed one at a time.
-            gradient_engine = GradientEngine(setup.job, exact=True, device=setup.device, seed=config.seeded)
-            setup.configure(gradient_engine)
-        else:
-            setup.stages.keep(int(rank) % setup.parts)
-    credentials = Credentials.of(spec.credentials)
-    node = ProcessNode(
-        identity,
-        credentials,
-        seed=config.seeded,
-        trace=config.trace,
-        gradient_engine=gradient_engine,
-        device=setup.device if kind == "worker" else "cpu",
-    )
-    node.loop.check = check
-    node.directory["driver"] = (str(spec.driver[0]), int(spec.driver[1]))
-    port = node.wire.listen(spec.interface)
-    kind_of_process = WorkerProcess if kind == "worker" else ServerProcess
-    process = kind_of_process(setup, node, spec.fault_settings)
-    with ExitStack() as stack:
-        if spec.heartbeat:
-            host, heard_at, token, period = spec.heartbeat
-            beating = Heartbeat((host, heard_at), token, lambda: (process.steps, node.loop.waiting), period)
-            stack.callback(beating.stop)
-        parts = checkpoint.load(Path(spec.resume)).parts if spec.resume is not None else {}
-        node.loop.run_until(node.spawn(process.live((spec.interface, port), parts), spec.name))
-        node.wire.close()
-        node.loop.end()
-
-
-def take(device: str) -> None:
-    """Make `device` that of this process.
-
-    A process that is forked after a gradient was computed or a device was used can do neither, on a machine with an
-    accelerator. This raises `DureError` then: the job has done so in its file or in `model()`.
-    """
-    if torch.accelerator.current_accelerator() is None:
-        return
-    try:
-        torch.autograd.backward(torch.ones((), requires_grad=True))
-        if device != CPU:
-            torch.accelerator.set_device_index(device)
-            torch.empty(0, device=device)
-    except RuntimeError as error:
-        raise DureError(
-            f"this worker cannot compute on {device}: {str(error).splitlines()[0].rstrip('.')}. A job must not compute "
-            "gradients or use a device before its workers are forked, in its file or in model(): do it in another "
-            "program that saves the result."
-        ) from error
-
-
 class RunProcess:
     """Common part of worker and server processes: registration, the driver's commands, counters of traffic."""
 
@@ -185,6 +91,10 @@ class RunProcess:
         reply = await self.node.call(DRIVER_ADDRESS, "register", host=where[0], port=where[1])
         self.node.directory.update({name: (place[0], place[1]) for name, place in reply.fields["directory"].items()})
         return reply
+
+    async def live(self, where: tuple[str, int], parts: Parts) -> None:
+        """Take part in the run, from the `parts` of a checkpoint if there are some; this process listens at `where`."""
+        raise NotImplementedError
 
     @property
     def steps(self) -> int:
@@ -218,6 +128,7 @@ CONTROL = {
     "settle": Method(DRIVER),
     "evaluate": Method(DRIVER),
     "save": Method(DRIVER, {"draft": TEXT}),
+    "report": Method(DRIVER),
     "suspend": Method(DRIVER, {"step": COUNT}),
     "stop_at": Method(DRIVER, {"step": COUNT}),
     "lost": Method(DRIVER, {"name": NODE}),
@@ -346,7 +257,8 @@ class WorkerProcess(RunProcess):
         if setup.topology.uses_engine:
             lead_engine(where[0])
             node.collectives = engine_groups(node, setup.workers, reply.fields["store"], torch.device(setup.device))
-        self.worker = worker = build_worker(setup, node, node.rank, node.meter)
+        start = parts["run"].plain["checkpoint"] if parts else 0
+        self.worker = worker = build_worker(setup, node, node.rank, node.meter, start=start)
         if worker.over_servers:
             worker.server.client.calls.return_seconds = self.fault_settings.return_seconds
         engine = node.gradient_engine
@@ -401,7 +313,7 @@ class WorkerProcess(RunProcess):
 
     async def _fail(self, error: DureError, refused: int = 0) -> NoReturn:
         """Report an error to the driver, and end this process."""
-        message = str(error)[:MESSAGE]
+        message = str(error)[:FAILURE_TEXT]
         await self.node.call(DRIVER_ADDRESS, "failed", kind=type(error).__name__, message=message, refused=refused)
         raise SystemExit(1) from error
 

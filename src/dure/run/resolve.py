@@ -13,8 +13,9 @@ from itertools import pairwise
 from typing import Any
 
 from dure.errors import UsageError
+from dure.job.companions import Companions
 from dure.job.groups import scaled
-from dure.job.job import Job, dtype_named, load_job
+from dure.job.job import Job, dtype_named, load_job, may_have_companions
 from dure.partition.block_times import BlockTimes
 from dure.partition.cut import ANY, Speeds, is_by_profile
 from dure.partition.mesh import parts_of, pipeline_of, shared_of
@@ -43,6 +44,9 @@ ENDLESS = 10**9
 EVALUATE_EVERY = 50
 """Steps between evaluations of a run that only `seconds` limits."""
 
+EVALUATE_EPISODES_EVERY = 1000
+"""The same for a job that is graded by whole episodes."""
+
 CHECKED = 4
 """Mini-batches for each stage in which the orders of a pipeline are checked: they fill it, repeat, and drain it."""
 
@@ -50,16 +54,19 @@ CHECKED = 4
 def resolve(config: TrainConfig, prebuilt: Prebuilt = Prebuilt()) -> tuple[Setup, Cluster | None]:
     """Make the set-up that `config` describes, and the virtual cluster if it asks for one. Raises `UsageError`."""
     strategy = prebuilt.strategy or config.chosen()
-    cluster = prebuilt.cluster or asked_cluster(config)
-    workers = workers_of(config, cluster)
+    loaded = _load(config) if prebuilt.job is None and config.job and may_have_companions(config.job) else prebuilt.job
+    companions = None if loaded is None else loaded.companions
+    cluster = prebuilt.cluster or asked_cluster(config, companions)
+    workers = workers_of(config, cluster, companions)
     parts = check_without_job(config, strategy, workers)
-    job = _build_job(config, strategy, workers // parts, prebuilt.job)
+    given = _load(config) if loaded is None else loaded
+    job = _build_job(config, strategy, workers // parts, given if prebuilt.job is None else _adjusted(given, config))
     whole = config.batch_sizes or (job.batch_size,) * (workers // parts)
     if isinstance(strategy.sync, OfEpochs):
         strategy = replace(strategy, sync=strategy.sync.with_epoch(job.train.steps(1.0, sum(whole))))
     sizes = _of_partition(pipeline_of(strategy.partition), whole)
     steps = _steps(config, job, sum(sizes), sum(whole))
-    every = config.eval_every or (max(1, steps // EVALUATIONS) if steps < ENDLESS else EVALUATE_EVERY)
+    every = config.eval_every or (max(1, steps // EVALUATIONS) if steps < ENDLESS else _often(companions))
     absent = cluster.absent if cluster is not None else frozenset()
     here = place() if is_started_outside(config.on) else None
     local_rank = None if here is None else here.local_rank
@@ -75,21 +82,26 @@ def resolve(config: TrainConfig, prebuilt: Prebuilt = Prebuilt()) -> tuple[Setup
     return setup, cluster
 
 
+def _often(companions: Companions | None) -> int:
+    return EVALUATE_EVERY if companions is None else EVALUATE_EPISODES_EVERY
+
+
 def rebuild(values: Mapping[str, Any]) -> Setup:
     """Make the set-up of a real run in another of its processes from `Setup.plain()`: its values are final."""
     config, strategy = TrainConfig.of(values["config"]), Strategy.of(**values["strategy"])
     workers, machines, sizes = values["workers"], tuple(values["machines"]), tuple(values["batch_sizes"])
-    job = _build_job(config, strategy, workers // _parts(strategy, workers))
+    job = _build_job(config, strategy, workers // _parts(strategy, workers), _load(config))
     steps, every, devices = values["steps"], values["eval_every"], tuple(values["devices"])
     return Setup(config, job, strategy, workers, machines, sizes, steps, every, devices=devices)
 
 
-def _build_job(config: TrainConfig, strategy: Strategy, copies: int, given: Job | None = None) -> Job:
-    """Load the job, or adjust the `given` one, and set its optimizer to that of a run of `copies` of the model."""
-    if given is None:
-        job = load_job(config.job, config.data, batch_size=config.batch_size, split=config.split, dtype=config.dtype)
-    else:
-        job = _adjusted(given, config)
+def _load(config: TrainConfig) -> Job:
+    """Load the job, with its batch size, its split and its dtype."""
+    return load_job(config.job, config.data, batch_size=config.batch_size, split=config.split, dtype=config.dtype)
+
+
+def _build_job(config: TrainConfig, strategy: Strategy, copies: int, job: Job) -> Job:
+    """Set the optimizer of `job` to that of a run of `copies` of the model."""
     averaged = server_rule_of(strategy.sync).averaged(copies)
     local = traits_of(strategy.sync).local_optimizer
     if config.optimizer is None and local is not None:
@@ -106,15 +118,19 @@ def _adjusted(job: Job, config: TrainConfig) -> Job:
     return adjusted if config.dtype is None else adjusted.to(dtype_named(config.dtype))
 
 
-def asked_cluster(config: TrainConfig) -> Cluster | None:
+def asked_cluster(config: TrainConfig, companions: Companions | None = None) -> Cluster | None:
     """The virtual cluster that `config` asks for; None for a real run. Raises `ClusterError`."""
     if not config.virtual:
         return None
-    return Cluster.uniform(config.workers or 4) if config.on == "virtual" else Cluster.from_yaml(config.on)
+    if config.on != "virtual":
+        return Cluster.from_yaml(config.on)
+    return Cluster.uniform(config.workers or 4 if companions is None else (config.workers or 1) + companions.machines)
 
 
-def workers_of(config: TrainConfig, cluster: Cluster | None) -> int:
+def workers_of(config: TrainConfig, cluster: Cluster | None, companions: Companions | None = None) -> int:
     """The number of workers. Raises `UsageError` if `config` asks for others than the cluster has."""
+    if companions is not None:
+        return _learners(config, cluster, companions)
     if cluster is None:
         return config.workers or 4
     if config.workers is not None and config.workers != cluster.workers:
@@ -123,6 +139,19 @@ def workers_of(config: TrainConfig, cluster: Cluster | None) -> int:
             "Leave --workers out, or describe machines with as many workers."
         )
     return cluster.workers
+
+
+def _learners(config: TrainConfig, cluster: Cluster | None, companions: Companions) -> int:
+    """The number of workers of a job with companions, 1 if left out."""
+    workers = config.workers or 1
+    companions.check(workers)
+    needed = workers + companions.machines
+    if cluster is not None and cluster.workers != needed:
+        raise UsageError(
+            f"the cluster describes {cluster.workers} machines, and the run needs {needed}: {workers} for learners, "
+            f"then {companions.machines} for actors. Describe as many, or give other numbers of both."
+        )
+    return workers
 
 
 def check_without_job(config: TrainConfig, strategy: Strategy, workers: int) -> int:

@@ -17,7 +17,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
-from dure.core.deployment import SERVER, WORKER, NodeId, by_rank
+from dure.core.deployment import SERVER, WORKER, NodeId, WhenLost, by_rank
+from dure.run.companion_nodes import companions_of
 
 if TYPE_CHECKING:
     from dure.core.deployment import Deployment
@@ -33,7 +34,9 @@ class ProcessRoster:
     def __init__(self, deployment: Deployment, absent: Collection[int] = ()) -> None:
         self.servers = deployment.names(SERVER)
         self.workers = [name for name in deployment.names(WORKER) if NodeId.of(name).rank not in absent]
-        self.expected = {*self.servers, *self.workers}
+        self._deployment = deployment
+        self.companions = [str(node.id) for node in companions_of(deployment)]
+        self.expected = {*self.servers, *self.workers, *self.companions}
         self.present, self.ready, self.dismissed = set[str](), set[str](), set[str]()
         self.evicted: dict[str, str] = {}
         self.failed: dict[str, str] = {}
@@ -41,12 +44,17 @@ class ProcessRoster:
         self.places: dict[str, tuple[str, int]] = {}
         self.incarnations: dict[str, int] = {}
 
+    @property
+    def saving(self) -> list[str]:
+        """The companions whose state a checkpoint has: those that the run cannot lose."""
+        return [name for name in self.companions if self._deployment[name].when_lost is not WhenLost.GO_ON]
+
     def admit(self, name: str) -> int:
         """Expect a new incarnation of a process, which may be new to the run; returns its number."""
         self.incarnations[name] = self.incarnations.get(name, -1) + 1
         self.ready.discard(name)
         self.expected.add(name)
-        if name not in self.workers and name not in self.servers:
+        if name not in (*self.workers, *self.servers, *self.companions):
             self.workers.append(name)
         return self.incarnations[name]
 
@@ -81,7 +89,7 @@ class ProcessRoster:
 
     def watched(self) -> list[str]:
         """The processes that must send heartbeats."""
-        return [name for name in (*self.servers, *self.workers) if not self.is_over(name)]
+        return [name for name in (*self.servers, *self.workers, *self.companions) if not self.is_over(name)]
 
     def is_over(self, name: str) -> bool:
         """Whether the end of a process is known already, or of no interest."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -9,13 +10,15 @@ from typing import TYPE_CHECKING, Any
 from dure.codec.fp32 import Float32
 from dure.codec.size_only import SizeOnly, bytes_per_value
 from dure.codec.timing import random_slices, slices_of
-from dure.core.deployment import SERVER
+from dure.core.deployment import SERVER, WORKER
 from dure.errors import UsageError
+from dure.job.companions import RunShape
 from dure.job.data.batches import Batches
 from dure.job.data.split import IID
 from dure.job.initial_model import InitialModel, is_on_meta
 from dure.partition.cut import ANY, Speeds
 from dure.partition.mesh import pipeline_of, shared_of
+from dure.run.companion_nodes import own_machines, with_companions
 from dure.run.delivery import Delivery
 from dure.run.devices import CPU
 from dure.run.gathering import Gathering
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
     from dure.codec.base import Codec
     from dure.core.deployment import Deployment
     from dure.core.node import Node
+    from dure.job.companions import Figures
     from dure.job.gradients import GradientEngine
     from dure.job.job import Job
     from dure.job.replica import Replica
@@ -233,8 +237,21 @@ class Setup:
 
     @cached_property
     def deployment(self) -> Deployment:
-        """The nodes of this run."""
-        return self.topology.deploy()
+        """The nodes of this run: workers, companions, servers."""
+        found = self.topology.deploy()
+        return found if self.job.companions is None else with_companions(found, self.job.companions, self.workers)
+
+    @cached_property
+    def machine_nodes(self) -> list[str]:
+        """The nodes that events of a cluster name by number: workers, then companions on machines of their own."""
+        names = self.deployment.names(WORKER)
+        return names if self.job.companions is None else [*names, *own_machines(self.deployment)]
+
+    def shape(self, start: int = 0) -> RunShape:
+        """The values that the job's companions need; `start` is the step of the checkpoint that they start from."""
+        job, config = self.job, self.config
+        flops = job.flops_per_sample if config.virtual else 0.0
+        return RunShape(job.build, flops, self.workers, self.batch_sizes[0], config.seeded, start, config.virtual)
 
     @cached_property
     def server_side(self) -> ServerSide:
@@ -317,6 +334,13 @@ class Setup:
             "eval_every": self.eval_every,
             "devices": self.devices,
         }
+
+    def experience(
+        self, figures: Mapping[str, Figures], rows: Sequence[Mapping[str, Any]], seconds: float
+    ) -> Mapping[str, Any]:
+        """What the summary has of the job's companions; nothing without."""
+        companions = self.job.companions
+        return {} if companions is None else {"experience": companions.summary(figures, rows, seconds)}
 
     @property
     def origin(self) -> dict[str, Any]:

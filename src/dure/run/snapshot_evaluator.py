@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from dure.job.evaluation import Evaluator, Metrics
+from dure.job.evaluation import grader_of
+from dure.job.metrics import Metrics
 
 if TYPE_CHECKING:
     from dure.run.callbacks import Callbacks, Row
@@ -32,8 +33,9 @@ class SnapshotEvaluator:
     """
 
     def __init__(self, setup: Setup, finished: Callable[[Row], None], callbacks: Callbacks) -> None:
-        self._evaluator = Evaluator(setup.job, setup.config.eval_samples, seed=setup.config.seeded)
+        self._evaluator = grader_of(setup.job, setup.config.eval_samples, seed=setup.config.seeded)
         self._finished = finished
+        self._newest_only = setup.job.companions is not None  # an episode may take longer than the time between two
         self._evaluating = callbacks.evaluating
         self._waiting: deque[Snapshot] = deque()
         self._evaluated: deque[Row] = deque()
@@ -44,6 +46,8 @@ class SnapshotEvaluator:
         self._thread.start()
 
     def submit(self, snapshot: Snapshot) -> None:
+        if self._newest_only:
+            self._waiting.clear()
         self._waiting.append(snapshot)
         self._wake.release()
 
@@ -83,6 +87,8 @@ class SnapshotEvaluator:
                 snapshot = self._waiting.popleft()
                 with self._evaluating():
                     metrics: Metrics = self._evaluator.grade(snapshot.values, snapshot.buffers)
-                self._evaluated.append({**snapshot.row, "loss": metrics.loss, "accuracy": metrics.accuracy})
+                self._evaluated.append(
+                    {**snapshot.row, "loss": metrics.loss, "accuracy": metrics.accuracy, **metrics.figures}
+                )
         except BaseException as error:  # noqa: BLE001  (raised again on the driver's thread, by `look`)
             self._error = error

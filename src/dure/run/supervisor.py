@@ -7,6 +7,8 @@
 | worker that others cannot lose | the run ends                | it is killed, and the run ends                        |
 | server                         | it is started again, or the | it is killed; then as if its connection had ended     |
 |                                | run ends (`restart_policy`) |                                                       |
+| companion                      | an actor is started again;  | it is killed; then as if its connection had ended     |
+|                                | for a replay, as a server   |                                                       |
 | fork server                    | the run ends (by launcher)  | the run ends                                          |
 """
 
@@ -25,6 +27,7 @@ from dure.run.liveness import FORK_SERVER
 if TYPE_CHECKING:
     from dure.core.node import Operation
     from dure.run.commands import Commands
+    from dure.run.companion_tracker import CompanionTracker
     from dure.run.failures import FailureTracker
     from dure.run.launcher import Launcher
     from dure.run.liveness import LivenessMonitor
@@ -56,6 +59,7 @@ class Supervisor:
     begun: Operation[None]
     now: Callable[[], float]
     go_on_without: Callable[[str], None]
+    companions: CompanionTracker
 
     def can_lose(self, name: str) -> bool:
         """Whether the run can continue without a process."""
@@ -75,10 +79,14 @@ class Supervisor:
         self.progress.at.pop(name, None)
         if name in self.roster.servers and self.begun.done:
             self.restarts.failed(name, self.now())
+        if name in self.roster.companions:
+            self.companions.failed(name, self.now())
         if not self.can_lose(name) or name in self.failures.reported:
             return
         self.roster.evicted.pop(name, None)
         self.progress.totals.failures_survived += 1
+        if name in self.roster.companions:
+            return
         self.progress.count_lost(name)
         if name not in self.roster.ready and self.roster.servers:
             self.commands.tell_clock("lost", name)

@@ -62,8 +62,11 @@ def _named(options: Mapping[str, Any]) -> Iterator[str]:
     texts = [str(options.get(option) or "") for option in MEMBERS]
     members = [call.name for text in texts for word in text.split() for call in parse_members(word)]
     files = {own[0] for name in members if (own := user_code.split(name)) is not None}
-    job = parse_member(str(options["job"])).name.rpartition(":")[0] if options.get("job") else ""
-    yield from sorted(files | {job} if job.endswith(".py") else files)
+    if options.get("job"):
+        job = parse_member(str(options["job"]))
+        named = [job.name.rpartition(":")[0], *(user_code.file_of(value) for value in job.given.values())]
+        files |= {file for file in named if file.endswith(".py")}
+    yield from sorted(files)
 
 
 def _sha256(path: Path) -> str:

@@ -22,7 +22,7 @@ from dure.core.deployment import SERVER, WORKER, NodeId, WhenLost
 from dure.core.node import Suspend, Task
 from dure.core.state import State
 from dure.errors import DureError, PeerLost, Quarantined
-from dure.job.evaluation import Evaluator
+from dure.job.evaluation import grader_of
 from dure.job.gradients import GradientEngine
 from dure.partition.source import StageSource
 from dure.run.checkpoint import fitting
@@ -31,6 +31,7 @@ from dure.run.servers import build_server
 from dure.run.stage_figures import count_stages, figures_of
 from dure.run.strategy import codec_name
 from dure.run.virtual_attendance import Attendance
+from dure.run.virtual_companions import VirtualCompanions
 from dure.run.virtual_events import ClusterEvents
 from dure.run.virtual_model import VirtualModel
 from dure.run.virtual_rows import VirtualRows
@@ -106,7 +107,7 @@ class VirtualRun:
         self.evaluator = (
             None
             if config.timing_only
-            else Evaluator(setup.job, config.eval_samples, device=setup.device, seed=config.seeded)
+            else grader_of(setup.job, config.eval_samples, device=setup.device, seed=config.seeded)
         )
         self.history: list[Row] = []
         self.spans: list[Any] = []
@@ -156,6 +157,13 @@ class VirtualSegment:
         self.roles: dict[int, Task[None]] = {}
         self.durations: dict[int, Durations] = {}
         self.runtime = self._runtime()
+        self.companions = VirtualCompanions(
+            setup,
+            self.runtime,
+            run.cluster.durations,
+            absent=[setup.machine_nodes[number] for number in run.cluster.absent if number >= setup.workers],
+            start=plain.get("checkpoint", 0),
+        )
         self.model = VirtualModel(setup, self.servers, self.workers, self.attendance, parts)
         self.rows = self._rows()
         try:
@@ -215,6 +223,7 @@ class VirtualSegment:
             self.totals,
             now=lambda: self.runtime.kernel.now,
             bytes_sent=self._bytes_sent,
+            more=lambda: self.companions.row(self.runtime.kernel.now),
         )
 
     def _events(self, *, resumed: bool) -> ClusterEvents:
@@ -225,14 +234,21 @@ class VirtualSegment:
             resumed,
             crash=self._crash,
             join=self._join,
-            is_there=lambda rank: rank in self.workers and self.attendance.works(rank),
+            is_there=self._is_there,
+            names=self.setup.machine_nodes,
         )
+
+    def _is_there(self, number: int) -> bool:
+        if number >= self.setup.workers:
+            return self.companions.is_there(self.setup.machine_nodes[number])
+        return number in self.workers and self.attendance.works(number)
 
     def _build(self, parts: Parts | None) -> None:
         for name in self.setup.deployment.names(SERVER):
             self._build_server(name, parts)
         if self.servers:
             self.servers[0].lead(self.setup.sync, self.started)
+        self.companions.build(parts)
         absent = self.whole.cluster.absent - self.attendance.joined
         ranks = range(self.whole.simulated)
         for rank in ranks:
@@ -278,7 +294,7 @@ class VirtualSegment:
 
     def _start_worker(self, rank: int, parts: Parts | None, *, newcomer: bool = False) -> None:
         node = self.runtime.nodes[f"worker {rank}"]
-        worker = build_worker(self.setup, node, rank, node.meter)
+        worker = build_worker(self.setup, node, rank, node.meter, start=self.companions.start)
         self.setup.of_worker(rank).topology.attach(worker, self.shards)
         worker.boundary = self._boundary
         worker.on_step, worker.on_abort, worker.on_boundary = self._callbacks
@@ -308,6 +324,8 @@ class VirtualSegment:
 
     def _ended(self, rank: int) -> None:
         role = self.roles[rank]
+        if all(each.done for each in self.roles.values()):
+            self.companions.stop()
         try:
             role.result()
         except Suspend:
@@ -351,14 +369,23 @@ class VirtualSegment:
         self._crash(rank)
 
     def _crash(self, rank: int) -> None:
+        if rank >= self.setup.workers:
+            self.totals.failures_survived += 1
+            self.companions.crash(self.setup.machine_nodes[rank])
+            return
         self.attendance.crashed.add(rank)
         self.last_crash = self.runtime.kernel.now
         self.totals.failures_survived += 1
         self.runtime.lose(self.runtime.nodes[f"worker {rank}"])
         self.attendance.forget(rank)
         self.rows.grade_means()  # some may have waited for this worker alone
+        if all(each.done for each in self.roles.values()):
+            self.companions.stop()
 
     def _join(self, rank: int) -> None:
+        if rank >= self.setup.workers:
+            self.companions.join(self.setup.machine_nodes[rank])
+            return
         node = self.runtime.nodes[f"worker {rank}"]
         self.attendance.joined.add(rank)
         self.attendance.crashed.discard(rank)
@@ -457,7 +484,7 @@ class VirtualSegment:
                 parts[f"worker-{rank}"] = state
         for server in self.servers:
             parts |= server.parts()
-        return parts
+        return parts | self.companions.parts()
 
     def outcome(self) -> Outcome:
         """How the run ended."""
@@ -478,5 +505,6 @@ class VirtualSegment:
         if self.whole.gradient_engine is not None:
             notes["batching"] = self.whole.gradient_engine.rule
         notes |= setup.topology.notes()
+        notes |= setup.experience(self.companions.figures(), self.whole.history, totals.seconds)
         params = None if setup.config.timing_only else self.delivered()
         return Outcome(totals, self.whole.history, params, self.whole.spans, notes)

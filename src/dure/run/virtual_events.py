@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class ClusterEvents:
     """Applies the events of `cluster`: `crash` and `join` are called for a rank, `is_there` is asked before the others.
+    `names` are the nodes that events name by number.
 
     The segment begins at `started` seconds; `resumed`, if earlier segments have seen the events until then.
     """
@@ -26,6 +27,7 @@ class ClusterEvents:
     crash: Callable[[int], None]
     join: Callable[[int], None]
     is_there: Callable[[int], bool]
+    names: Sequence[str]
 
     def schedule(self) -> None:
         """Schedule all events that are still to come, and apply what lasts of earlier ones."""
@@ -36,7 +38,7 @@ class ClusterEvents:
                 self.runtime.kernel.external_event(event.at, lambda e=event: self._happen(e))  # type: ignore[misc]
 
     def _node(self, event: Event) -> VirtualNode:
-        return self.runtime.nodes[f"worker {event.worker}"]
+        return self.runtime.nodes[self.names[event.worker]]
 
     def _apply_past(self, event: Event) -> None:
         """Bring what an event of an earlier segment still does into this one."""
@@ -49,13 +51,13 @@ class ClusterEvents:
             node.paused_until = 0.0
 
     def _begin_slow(self, node: VirtualNode, event: Event) -> None:
-        self._slow_down(node)
+        self._slow_down(node, event.worker)
         if self.runtime.kernel.now < event.until < math.inf:
-            self.runtime.kernel.external_event(event.until, lambda: self._slow_down(node))
+            self.runtime.kernel.external_event(event.until, lambda: self._slow_down(node, event.worker))
 
-    def _slow_down(self, node: VirtualNode) -> None:
+    def _slow_down(self, node: VirtualNode, number: int) -> None:
         """Set the slowness that the cluster has now, all events that overlap taken together."""
-        factor = self.cluster.slowness(node.rank, self.runtime.kernel.now)
+        factor = self.cluster.slowness(number, self.runtime.kernel.now)
         if factor != node.slowness:
             node.slow_down(factor)
 

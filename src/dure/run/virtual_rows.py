@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-    from dure.job.evaluation import Evaluator
+    from dure.job.companions import Grader
     from dure.run.callbacks import Callbacks, Row
     from dure.run.gathering import Gathering
     from dure.run.outcome import Totals
@@ -30,18 +30,20 @@ class VirtualRows:
     | synchronous, models differ, or buffers | the last worker's due boundary       | the mean of all, gathered   |
     | any other                              | so many boundaries of all workers    | servers', or mean of peers  |
 
-    `now` gives the virtual time and `bytes_sent` the bytes that workers have sent in this segment.
+    `now` gives the virtual time and `bytes_sent` the bytes that workers have sent in this segment,
+    `more` what a row has besides.
     """
 
     setup: Setup
     callbacks: Callbacks
-    evaluator: Evaluator | None
+    evaluator: Grader | None
     history: list[Row]
     model: VirtualModel
     attendance: Attendance
     totals: Totals
     now: Callable[[], float]
     bytes_sent: Callable[[], int]
+    more: Callable[[], Row] = dict
     gathering: Gathering | StageGathering = field(init=False)
 
     def __post_init__(self) -> None:
@@ -134,6 +136,8 @@ class VirtualRows:
             "accuracy": grade.accuracy,
             "bytes": self.totals.counts["bytes_sent"] + (0 if final else self.bytes_sent()),
             **self.model.consensus(),
+            **grade.figures,
+            **self.more(),
         }
         self.history.append(row)
         self.callbacks.row(row)

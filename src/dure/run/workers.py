@@ -18,18 +18,19 @@ if TYPE_CHECKING:
     from dure.core.meter import Meter
     from dure.core.node import Node
     from dure.core.state import State
-    from dure.job.gradient_source import LocalOptimizer
+    from dure.job.gradient_source import GradientSource, LocalOptimizer
     from dure.run.checkpoint import Parts
     from dure.run.setup import Setup
     from dure.topology.parameter_server.client import ServerClient
 
 
-def build_worker(run: Setup, node: Node, number: int, meter: Meter) -> Worker:
+def build_worker(run: Setup, node: Node, number: int, meter: Meter, *, start: int = 0) -> Worker:
     """Build worker `number` of a run on `node`, with its replica, its data and its sessions with servers or group.
 
-    In a pipeline its replica is its stage, and it is one of the workers that have the same stage.
+    In a pipeline its replica is its stage, and it is one of the workers that have the same stage. `start` is the step
+    of the checkpoint that the run starts from.
     """
-    setup, rank, source, under_number = run, number, None, node
+    setup, rank, source, under_number = run, number, _companions_source(run, node, number, start), node
     if run.stages is not None:
         rank, place = run.stages.place(number)
         setup, source, node = run.of_worker(number), run.stages.source(node, meter), run.stages.view(node, place)
@@ -39,7 +40,7 @@ def build_worker(run: Setup, node: Node, number: int, meter: Meter) -> Worker:
         rank=rank,
         world_size=setup.workers,
         params=model.params,
-        optimizer=_optimizer(setup, clips=source is None),  # a stage clips by the norm over all stages
+        optimizer=_optimizer(setup, clips=run.stages is None),  # a stage clips by the norm over all stages
         rates=model.rates.at if model.rates else None,
         source=source or setup.data.source(rank),
         meter=meter,
@@ -62,6 +63,13 @@ def build_worker(run: Setup, node: Node, number: int, meter: Meter) -> Worker:
         worker.sessions.work_queue = _portions(run, server, under_number) if setup.coordinated else None
     topology.connect(worker, group)
     return worker
+
+
+def _companions_source(run: Setup, node: Node, number: int, start: int) -> GradientSource | None:
+    """The source of gradients that the companions of a job make; None for a job without."""
+    if run.job.companions is None:
+        return None
+    return run.job.companions.source(run.shape(start), node, number, run.device)
 
 
 def _portions(run: Setup, server: ServerClient, node: Node) -> PortionClient:

@@ -6,7 +6,7 @@ import secrets
 import pytest
 
 from dure.errors import UsageError
-from dure.run.process import LaunchSpec
+from dure.run.process_main import LaunchSpec
 from dure.runtime.wire import Credentials
 
 KEY = secrets.token_bytes(32)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dure.run import process
+from dure.run import process_main
 from dure.run.resolve import rebuild
 from dure.runtime.launch.fork_server import Ends, serve
 
@@ -17,7 +17,7 @@ def load(values: Mapping[str, Any]) -> Callable[..., None]:
     """Build the set-up of a run from its plain `values`; returns the main function of the run's processes."""
     setup = rebuild(values)
     setup.prepare()
-    return lambda **arguments: process.main(setup, process.LaunchSpec.of(**arguments))
+    return lambda **arguments: process_main.main(setup, process_main.LaunchSpec.of(**arguments))
 
 
 if __name__ == "__main__":

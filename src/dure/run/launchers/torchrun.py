@@ -29,8 +29,8 @@ from dure.report.values import versions
 from dure.run.config import TrainConfig
 from dure.run.devices import CPU, check_alike, in_summary, notice
 from dure.run.driver import Driver
-from dure.run.process import LaunchSpec
-from dure.run.process import main as be_member
+from dure.run.process_main import LaunchSpec
+from dure.run.process_main import main as be_member
 from dure.run.resolve import resolve
 from dure.runtime.launch.fork_server import ForkServer
 from dure.runtime.launch.monitor import RankMonitor

@@ -263,6 +263,11 @@ class Durations:
             self._flops, self._mean = flops, self.compute.mean(flops)
         return self._mean * self._next() / self.speed
 
+    def draw_about(self, seconds: float) -> float:
+        """Draw the seconds of other work, which takes `seconds` on a machine of speed 1 in the mean."""
+        self.drawn += 1
+        return seconds * self._next() / self.speed
+
     def skip(self, count: int) -> None:
         """Skip `count` draws."""
         for _ in range(count):

@@ -31,6 +31,7 @@ from dure.core.node import (
     Service,
     StepPortion,
     Task,
+    TimedWork,
     Work,
     nothing,
 )
@@ -554,7 +555,9 @@ class VirtualRuntime:
             of_backward = self.cluster.backward
             share = (1 - of_backward) * work.forward + of_backward * work.backward
             return step.seconds * share * node.slowness
-        flops = work.flops if isinstance(work, GradientWork) else 0.0
+        if isinstance(work, TimedWork) and work.seconds is not None:
+            return self.durations[node.name].draw_about(work.seconds) * node.slowness
+        flops = work.flops if isinstance(work, GradientWork | TimedWork) else 0.0
         return self.durations[node.name].draw(flops) * node.slowness
 
     def _coding_seconds(self, node: VirtualNode, codec_works: Sequence[CodecWork]) -> float:

@@ -1,0 +1,205 @@
+"""An actor: acts in copies of an environment, and sends what it experiences to a replay.
+
+Horgan et al., "Distributed Prioritized Experience Replay", ICLR 2018, algorithm 1.
+
+    theta <- pull
+    repeat
+        a      <- policy(s; theta) with noise              in each environment
+        s', r  <- environment(a);   n-step window <- (s, a, r, s')
+        local buffer <- transitions whose n steps are complete
+        every `send` transitions:   priorities <- |TD errors| at theta;   insert both
+        every `pull_every` steps:   theta <- pull
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from dure.core.node import Address, Node, TimedWork
+from dure.core.state import State
+from dure.rl.frame_window import FrameWindow
+from dure.rl.messages import FOREVER, VERSION, inserted_columns, inserted_tensors
+from dure.rl.n_step import NStep
+from dure.rl.transitions import STACKED
+
+if TYPE_CHECKING:
+    from dure.job.companions import Figures
+    from dure.job.replica import Replica
+    from dure.rl.algorithm import RlAlgorithm
+    from dure.rl.environments import Environments, VectorStep
+    from dure.rl.settings import RlSettings
+    from dure.rl.transitions import Layout, Transitions
+
+RECENT = 100
+"""Episodes whose mean return an actor reports."""
+
+
+class Actor:
+    """One actor at `node`. `noise` has the epsilon or sigma of each of its environments.
+
+    In lockstep the worker makes `updates_per_insert` steps for each transition.
+    """
+
+    saves = True
+
+    def __init__(
+        self,
+        node: Node,
+        algorithm: RlAlgorithm,
+        replica: Replica,
+        layout: Layout,
+        environments: Environments,
+        settings: RlSettings,
+        *,
+        noise: np.ndarray,
+        rng: np.random.Generator,
+        model: Address,
+        replay: Address,
+        updates_per_insert: int = 1,
+    ) -> None:
+        self.node, self.algorithm, self.replica, self.layout = node, algorithm, replica, layout
+        self.environments, self.settings = environments, settings
+        self.noise, self.rng = noise, rng
+        self.model, self.replay = model, replay
+        self.updates_per_insert = updates_per_insert
+        self.version = 0
+        self.steps = self.sent = self.episodes = 0
+        self.returns: deque[float] = deque(maxlen=RECENT)
+        self._window = NStep(algorithm.n_step, algorithm.gamma)
+        self._items: list[tuple[Any, int]] = []
+        self._values = torch.empty_like(replica.params)
+        self._since_pull = 0
+        self.count = len(environments.observations)
+        kept = settings.send + algorithm.n_step + 2 * (layout.frames.stack if layout.frames else 0) + 8
+        self._frames = None if layout.frames is None else FrameWindow(layout.frames, self.count, kept)
+        self._references = self._first(range(self.count))
+
+    async def work(self) -> None:
+        """Act until the run ends, or this actor has made its share of the frames."""
+        while not self._is_through():
+            if self._since_pull == 0:
+                await self._pull()
+            await self.node.compute(TimedWork(self._act, self.settings.act_seconds))
+            self._since_pull = (self._since_pull + 1) % self.settings.pull_every
+            while len(self._items) >= self.settings.send:
+                await self._send(self.settings.send)
+        if self._items:
+            await self._send(len(self._items))
+        await self.node.call(self.replay, "finish")
+
+    def _is_through(self) -> bool:
+        frames = self.settings.frames / self.settings.actors
+        return 0 < frames <= self.steps * self.environments.frames_per_step
+
+    # ---- its model
+
+    async def _pull(self) -> None:
+        wanted: dict[str, Any] = {"at_least": self._awaited()}
+        reply = await self.node.call(self.model, "pull", into=(self._values,), timeout=FOREVER, **wanted)
+        self.replica.load(self._values)
+        self.version = reply.fields["version"]
+
+    def _awaited(self) -> int:
+        """The version that an actor in lockstep waits for: the steps that the replay allows the worker so far."""
+        settings = self.settings
+        if not settings.lockstep:
+            return 0
+        return max(0, self.sent - settings.min_size + 1) * self.updates_per_insert
+
+    # ---- its environments
+
+    def _act(self) -> None:
+        """Make one step in each environment."""
+        environments = self.environments
+        actions = self.algorithm.act(self.replica.module, environments.observations, self._noise_now(), self.rng)
+        before, references = environments.observations, self._references
+        step = environments.step(actions)
+        self.steps += self.count
+        for stream in range(self.count):
+            old = before[stream] if self._frames is None else references[stream]
+            self._add(stream, old, actions[stream], step)
+        ended = [each.stream for each in step.ended]
+        self.episodes += len(ended)
+        self.returns.extend(each.episode_return for each in step.ended)
+        if self._frames is not None:
+            for stream, reference in zip(ended, self._first(ended), strict=True):
+                self._references[stream] = reference
+
+    def _add(self, stream: int, old: Any, action: Any, step: VectorStep) -> None:
+        if self._frames is None:
+            new: Any = step.final[stream]
+        else:
+            new = self._frames.next(stream, old, step.final[stream])
+            self._references[stream] = new
+        items = self._window.add(
+            stream,
+            old,
+            action,
+            float(step.rewards[stream]),
+            new,
+            terminated=bool(step.terminated[stream]),
+            truncated=bool(step.truncated[stream]),
+        )
+        self._items += [(item, self.version) for item in items]
+
+    def _first(self, streams: Sequence[int]) -> list[np.ndarray]:
+        """The references of the first observations of episodes."""
+        if self._frames is None:
+            return []
+        return [self._frames.whole(stream, self.environments.observations[stream]) for stream in streams]
+
+    def _noise_now(self) -> np.ndarray:
+        """The noise of each environment; epsilons fall from 1 over the first steps."""
+        if not self.settings.anneal:
+            return self.noise
+        done = min(1.0, self.steps / self.count / self.settings.anneal)
+        return 1.0 - (1.0 - self.noise) * done
+
+    # ---- its transitions
+
+    async def _send(self, count: int) -> None:
+        sending, self._items = self._items[:count], self._items[count:]
+        values = self._columns(sending)
+        priorities = self._priorities(values) if self.settings.alpha else None
+        if self._frames is not None:
+            values = self._frames.packed(values)
+        tensors = inserted_tensors(self.layout, values, priorities)
+        await self.node.call(self.replay, "insert", *tensors, timeout=FOREVER)
+        self.sent += count
+
+    def _columns(self, sending: Sequence[tuple[Any, int]]) -> Transitions:
+        columns: Transitions = {VERSION.name: np.array([version for _, version in sending], VERSION.dtype)}
+        for column in inserted_columns(self.layout):
+            if column.name not in columns:
+                columns[column.name] = np.array([getattr(item, column.name) for item, _ in sending], column.dtype)
+        return columns
+
+    def _priorities(self, values: Transitions) -> np.ndarray:
+        """The learner's own formula, with the actor's model as the target too."""
+        if self._frames is not None:
+            values = {**values, **{name: self._frames.stacked(values[name]) for name in STACKED}}
+        tensors = {name: torch.from_numpy(array) for name, array in values.items()}
+        return self.algorithm.errors(self.replica.module, self.replica.module, tensors).numpy()
+
+    # ---- as a companion
+
+    def figures(self) -> Figures:
+        recent = sum(self.returns) / len(self.returns) if self.returns else math.nan
+        frames = self.steps * self.environments.frames_per_step
+        counts = {"steps": self.steps, "frames": frames, "episodes": self.episodes, "sent": self.sent}
+        return {**counts, "version": self.version, **({} if math.isnan(recent) else {"recent_return": recent})}
+
+    def state(self) -> State:
+        """The counts: an actor that is started again begins new episodes."""
+        counts = {"steps": self.steps, "sent": self.sent, "episodes": self.episodes, "returns": list(self.returns)}
+        return State({}, counts)
+
+    def restore(self, state: State) -> None:
+        self.steps, self.sent, self.episodes = (int(state.plain[name]) for name in ("steps", "sent", "episodes"))
+        self.returns.extend(state.plain["returns"])

@@ -1,0 +1,246 @@
+"""The nodes of distributed reinforcement learning beside the workers: actors and replays.
+
+Ape-X                                      Gorila, bundled
+actor 0..A-1 --transitions--> replay       actor i --> replay i --> worker i --gradients--> servers
+     ^                          | samples      ^                        |  ^                   |
+     '------- parameters --- worker 0          '------ parameters ------'  '----- parameters --'
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dure.core.deployment import ACTOR, REPLAY, WORKER, NodeId, NodeSpec, WhenLost
+from dure.core.node import Address, Node
+from dure.errors import UsageError
+from dure.job.replica import Replica
+from dure.rl.actor import Actor
+from dure.rl.environments import Environments
+from dure.rl.exploration import ladder
+from dure.rl.grader import EpisodeGrader
+from dure.rl.messages import with_version
+from dure.rl.model_service import ModelService
+from dure.rl.outliers import OutlierFilter
+from dure.rl.rate_limiter import RateLimiter
+from dure.rl.replay import Replay
+from dure.rl.replay_service import ReplayService
+from dure.rl.source import ReplaySource
+
+if TYPE_CHECKING:
+    from dure.job.companions import Build, Companion, Figures, RunShape
+    from dure.rl.algorithm import RlAlgorithm
+    from dure.rl.environments import Factory
+    from dure.rl.settings import RlSettings
+    from dure.rl.transitions import Layout
+
+ENVIRONMENT_STREAM, NOISE_STREAM, REPLAY_STREAM, GRADER_STREAM = 11, 12, 13, 14
+"""Separate the random numbers of a run's parts from each other."""
+
+SLACK = 1.25
+"""Slots of a replay of soft capacity, in its capacity."""
+
+
+@dataclass(frozen=True)
+class ActorsAndReplays:
+    """The companions of a job of reinforcement learning: an `algorithm` in environments that `factory` makes.
+
+    `episodes` are those of an evaluation, with the share `evaluation_epsilon` of random actions.
+    """
+
+    algorithm: RlAlgorithm
+    factory: Factory
+    settings: RlSettings
+    env: str
+    name: str
+    episodes: int = 10
+    evaluation_epsilon: float = 0.0
+
+    # ---- the nodes
+
+    @property
+    def machines(self) -> int:
+        return 0 if self.settings.bundled else self.settings.actors
+
+    def check(self, workers: int) -> None:
+        settings = self.settings
+        if settings.bundled and settings.actors != workers:
+            raise UsageError(
+                f"each of {workers} bundles has one actor, and actors={settings.actors}. Give as many actors as "
+                "learners, or bundled=false."
+            )
+        if settings.lockstep and workers != 1:
+            raise UsageError(f"lockstep is for one learner, and there are {workers}. Use one, or lockstep=false.")
+
+    def nodes(self, workers: int) -> Sequence[NodeSpec]:
+        bundled = self.settings.bundled
+        learners = [NodeId(WORKER, rank) for rank in range(workers)]
+        actors = [
+            NodeSpec(NodeId(ACTOR, rank), learners[rank] if bundled else None, WhenLost.GO_ON)
+            for rank in range(self.settings.actors)
+        ]
+        replays = [
+            NodeSpec(NodeId(REPLAY, rank), learners[rank % workers], WhenLost.ROLL_BACK)
+            for rank in range(workers if bundled else self.settings.replays)
+        ]
+        return [*actors, *replays]
+
+    def _replay_of(self, actor: int) -> Address:
+        replays = self.settings.actors if self.settings.bundled else self.settings.replays
+        return Address(str(NodeId(REPLAY, actor % replays)), "replay")
+
+    def _actors_of(self, replay: int) -> int:
+        """The number of actors that send to a replay."""
+        return sum(self._replay_of(actor).node == str(NodeId(REPLAY, replay)) for actor in range(self.settings.actors))
+
+    def _replays_of(self, worker: int) -> list[Address]:
+        """The replays that a worker samples from, in turn."""
+        if self.settings.bundled:
+            return [Address(str(NodeId(REPLAY, worker)), "replay")]
+        replays = self.settings.replays
+        return [Address(str(NodeId(REPLAY, (worker + turn) % replays)), "replay") for turn in range(replays)]
+
+    # ---- the parts of nodes
+
+    @cached_property
+    def layout(self) -> Layout:
+        """The columns of transitions, with the version of the actor's model."""
+        made = self.factory()
+        found = self.algorithm.layout(made.observation_space, made.action_space)
+        made.close()
+        return with_version(found)
+
+    def companion(self, shape: RunShape, node: Node) -> Companion:
+        return self._actor(shape, node) if node.name.startswith(ACTOR) else self._replay(shape, node)
+
+    def _actor(self, shape: RunShape, node: Node) -> Actor:
+        settings, rank = self.settings, node.rank
+        life = (shape.seed, rank, shape.start, node.incarnation)
+        count = settings.environments
+        environments = Environments(self.factory, count, _drawn(ENVIRONMENT_STREAM, *life))
+        model = Address(str(NodeId(WORKER, rank % shape.workers)), "model")
+        per_insert = settings.samples_per_insert / shape.batch_size
+        return Actor(
+            node,
+            self.algorithm,
+            Replica(shape.build(shape.seed)),
+            self.layout,
+            environments,
+            settings,
+            noise=self._noise(rank * count, count),
+            rng=np.random.default_rng((NOISE_STREAM, *life)),
+            model=model,
+            replay=self._replay_of(rank),
+            updates_per_insert=round(per_insert),
+        )
+
+    def _noise(self, first: int, count: int) -> np.ndarray:
+        """The epsilon or sigma of `count` environments of one actor, of which `first` is the number in the run."""
+        settings = self.settings
+        total = settings.actors * settings.environments
+        action = next(each for each in self.layout.columns if each.name == "action")
+        if action.dtype.startswith("float"):
+            return np.full(count, settings.sigma)
+        return np.array([ladder(total, first + each, settings.epsilon, settings.ladder) for each in range(count)])
+
+    def _replay(self, shape: RunShape, node: Node) -> ReplayService:
+        settings = self.settings
+        storage = round(settings.capacity * SLACK) if settings.soft else None
+        seed = _drawn(REPLAY_STREAM, shape.seed, node.rank)
+        replay = Replay(self.layout, settings.capacity, seed=seed, alpha=settings.alpha, storage=storage)
+        service = ReplayService(
+            node, replay, self._limiter(), trim_every=settings.trim_every, actors=self._actors_of(node.rank)
+        )
+        node.serve("replay", service)
+        return service
+
+    def _limiter(self) -> RateLimiter:
+        settings, ratio = self.settings, self.settings.samples_per_insert
+        if not ratio:
+            return RateLimiter(1.0, settings.min_size, math.inf)
+        return RateLimiter(ratio, settings.min_size, max(settings.buffer, ratio, 1.0))
+
+    def source(self, shape: RunShape, node: Node, rank: int, device: str) -> ReplaySource:
+        settings = self.settings
+        model = ModelService(node)
+        node.serve("model", model)
+        return ReplaySource(
+            node,
+            self.algorithm,
+            Replica(shape.build(shape.seed).to(device)),
+            Replica(shape.build(shape.seed).to(device)),
+            settings,
+            layout=self.layout,
+            replays=self._replays_of(rank),
+            model=model,
+            batch_size=shape.batch_size,
+            flops=shape.flops_per_sample * shape.batch_size,
+            outliers=OutlierFilter(settings.outlier) if settings.outlier else None,
+        )
+
+    def grader(self, build: Build, episodes: int | None, *, seed: int) -> EpisodeGrader:
+        return EpisodeGrader(
+            self.algorithm,
+            self.factory,
+            build,
+            episodes or self.episodes,
+            epsilon=self.evaluation_epsilon,
+            seed=_drawn(GRADER_STREAM, seed),
+        )
+
+    # ---- the record
+
+    def row(self, figures: Mapping[str, Figures], seconds: float) -> dict[str, Any]:
+        actors = [found for name, found in figures.items() if name.startswith(ACTOR)]
+        replays = [found for name, found in figures.items() if name.startswith(REPLAY)]
+        inserts, samples = _sum(replays, "inserts"), _sum(replays, "samples")
+        lagged = _sum(replays, "lagged")
+        recent = [each["recent_return"] for each in actors if "recent_return" in each]
+        return {
+            "frames": int(_sum(actors, "frames")),
+            "episodes": int(_sum(actors, "episodes")),
+            "recent_return": sum(recent) / len(recent) if recent else None,
+            "replay_size": int(_sum(replays, "size")),
+            "inserts": int(inserts),
+            "replay_samples": int(samples),
+            "replay_ratio": samples / inserts if inserts else None,
+            "param_lag": _sum(replays, "lag_sum") / lagged if lagged else None,
+        }
+
+    def summary(self, figures: Mapping[str, Figures], rows: Sequence[Mapping[str, Any]], seconds: float) -> Any:
+        last = self.row(figures, seconds)
+        replays = [found for name, found in figures.items() if name.startswith(REPLAY)]
+        returns = [row["mean_return"] for row in rows if row.get("mean_return") is not None]
+        return {
+            "env": self.env,
+            "algorithm": self.name,
+            "actors": self.settings.actors,
+            "frames": last["frames"],
+            "frames_per_second": last["frames"] / seconds if seconds else None,
+            "episodes": last["episodes"],
+            "mean_return": returns[-1] if returns else None,
+            "best_return": max(returns, default=None),
+            "recent_return": last["recent_return"],
+            "replay": {
+                "size": last["replay_size"],
+                "inserts": last["inserts"],
+                "samples": last["replay_samples"],
+                "ratio": last["replay_ratio"],
+                "bytes": int(_sum(replays, "bytes")),
+            },
+            "param_lag": {"mean": last["param_lag"], "max": max((each["lag_max"] for each in replays), default=0.0)},
+        }
+
+
+def _sum(found: Sequence[Figures], name: str) -> float:
+    return sum(each[name] for each in found)
+
+
+def _drawn(*stream: int) -> int:
+    """A seed drawn from a stream of its own."""
+    return int(np.random.SeedSequence(stream).generate_state(1)[0])

@@ -1,0 +1,43 @@
+"""The model of a worker as a service: actors pull its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from dure.core.node import Call, Node, Operation, Reply, TensorSpec
+from dure.core.protocol import COUNT, Method
+from dure.errors import Refused
+
+if TYPE_CHECKING:
+    import torch
+
+
+class ModelService:
+    """The newest parameters of the worker at `node`, and their version: the steps that the worker has made."""
+
+    protocol: ClassVar[Mapping[str, Method]] = {"pull": Method(("actor",), {"at_least": COUNT})}
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self.version = -1
+        self._values: torch.Tensor
+        self._waiting: list[Operation[Any]] = []
+
+    def publish(self, values: torch.Tensor, version: int) -> None:
+        """Answer pulls with `values` from now on. They are lent until the next call, and copied for each pull."""
+        self._values, self.version = values, version
+        waiting, self._waiting = self._waiting, []
+        for operation in waiting:
+            operation.resolve()
+
+    def expects(self, method: str) -> Sequence[TensorSpec]:
+        return ()
+
+    async def handle(self, call: Call) -> Reply:
+        if call.method != "pull":
+            raise Refused(f'a model has no method "{call.method}"; it has pull.')
+        while self.version < call.fields["at_least"]:
+            self._waiting.append(self.node.promise(f"version {call.fields['at_least']} of the model"))
+            await self._waiting[-1]
+        return Reply({"version": self.version}, (self._values.detach().cpu().clone(),))

@@ -1,0 +1,176 @@
+"""A replay as a service: actors insert transitions, workers sample batches and give priorities back.
+
+    actor                        replay                                  worker
+    insert(transitions) ----->   stored at once
+                                  <------------------------------------  sample(count)
+                                 once there are enough, and the rate
+                                 limiter admits it  ------------------>  keys, weights, transitions
+    <------------------------    once the rate limiter admits more
+                                  <------------------------------------  update(keys, priorities)
+
+The answer to an insertion is delayed while inserts are ahead, so that the actor waits: the ratio of samples to inserts
+leaves its bounds by at most one message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from dure.core.node import Apply, Call, Node, Operation, Reply, TensorSpec
+from dure.core.protocol import COUNT, FINITE, WORKERS, Method
+from dure.core.state import State
+from dure.errors import Refused, WorkOver
+from dure.rl.messages import check_priorities, inserted_specs, insertion_of, sampled_nbytes, sampled_tensors
+
+if TYPE_CHECKING:
+    from dure.job.companions import Figures
+    from dure.rl.rate_limiter import RateLimiter
+    from dure.rl.replay import Replay, Sample
+
+MOST = 4096
+"""Transitions of a message, at most."""
+
+
+class ReplayService:
+    """`replay` at `node`, with the pace of `limiter`. The surplus is removed every `trim_every` batches. So
+    many `actors` insert into it.
+
+    A transition has the version of the model that its actor used in the column `version`. The lag of a sampled
+    transition is the version of the sampling worker less that one.
+    """
+
+    saves = True
+
+    def __init__(self, node: Node, replay: Replay, limiter: RateLimiter, *, trim_every: int, actors: int) -> None:
+        self.node = node
+        self.replay = replay
+        self.limiter = limiter
+        self.trim_every = trim_every
+        self.actors = actors
+        self.through: set[str] = set()
+        self.batches = 0
+        self.updated = 0
+        self.lags = [0.0, 0.0, 0.0]  # transitions, their sum of lags, the largest
+        self._waiting: list[Operation[Any]] = []
+        self._handlers = {
+            "insert": self._insert,
+            "sample": self._sample,
+            "update": self._update,
+            "finish": self._finish,
+        }
+
+    protocol: ClassVar[Mapping[str, Method]] = {
+        "insert": Method(("actor",)),
+        "finish": Method(("actor",)),
+        "sample": Method(WORKERS, {"count": COUNT, "beta": FINITE, "version": COUNT}),
+        "update": Method(WORKERS),
+    }
+
+    def expects(self, method: str) -> Sequence[TensorSpec]:
+        if method == "insert":
+            return inserted_specs(self.replay.layout, MOST)
+        if method == "update":
+            return TensorSpec("int64", MOST, at_most=True), TensorSpec("float32", MOST, at_most=True)
+        return ()
+
+    def handle(self, call: Call) -> Any:
+        handler = self._handlers.get(call.method)
+        if handler is None:
+            raise Refused(f'a replay has no method "{call.method}"; it has {", ".join(self._handlers)}.')
+        return handler(call)
+
+    async def _insert(self, call: Call) -> Reply:
+        values, priorities = insertion_of(self.replay.layout, call.tensors)
+        keys = await self.node.compute(Apply(partial(self.replay.insert, values, priorities), _nbytes(call.tensors)))
+        call.release()
+        self.limiter.inserted(len(keys))
+        self._changed()
+        while not self.limiter.can_insert(0):
+            await self._change("samples, which are behind the inserts")
+        return Reply({"size": self.replay.size})
+
+    async def _sample(self, call: Call) -> Reply:
+        count = call.fields["count"]
+        if not 0 < count <= MOST:
+            raise Refused(f"a sample has 1 to {MOST} transitions, and {call.caller} asked for {count}.")
+        while not self.limiter.can_sample(count):
+            if len(self.through) >= self.actors:
+                raise WorkOver("all actors have made their frames.")
+            await self._change("inserts, which are behind the samples")
+        self.limiter.sampled(count)
+        self._changed()
+        draw = partial(self.replay.sample, count, call.fields["beta"])
+        sample = await self.node.compute(Apply(draw, sampled_nbytes(self.replay.layout, count)))
+        self._count_lags(sample, call.fields["version"])
+        self.batches += 1
+        if self.batches % self.trim_every == 0:
+            self.replay.trim()
+        return Reply({}, sampled_tensors(self.replay.layout, sample))
+
+    def _finish(self, call: Call) -> Reply:
+        """Note that an actor sends nothing more."""
+        self.through.add(call.caller)
+        self._changed()
+        return Reply()
+
+    def _update(self, call: Call) -> Reply:
+        keys, priorities = (tensor.numpy() for tensor in call.tensors)
+        if len(keys) != len(priorities):
+            raise Refused(f"an update has {len(keys)} keys and {len(priorities)} priorities.")
+        check_priorities(priorities)
+        self.updated += self.replay.update(keys, priorities)
+        return Reply()
+
+    def _count_lags(self, sample: Sample, version: int) -> None:
+        lags = np.maximum(version - sample.values["version"], 0)
+        self.lags = [self.lags[0] + len(lags), self.lags[1] + float(lags.sum()), max(self.lags[2], float(lags.max()))]
+
+    def _change(self, label: str) -> Operation[Any]:
+        """Wait for the next insertion or sample."""
+        self._waiting.append(self.node.promise(label))
+        return self._waiting[-1]
+
+    def _changed(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for operation in waiting:
+            operation.resolve()
+
+    # ---- as a companion
+
+    async def work(self) -> None:
+        """Do nothing: a replay only serves."""
+
+    def figures(self) -> Figures:
+        replay, (lagged, lag, most) = self.replay, self.lags
+        counts = {"size": replay.size, "inserts": replay.inserted, "samples": replay.sampled, "evicted": replay.evicted}
+        return {
+            **counts,
+            "bytes": replay.nbytes,
+            "updated": self.updated,
+            "lagged": lagged,
+            "lag_sum": lag,
+            "lag_max": most,
+        }
+
+    def state(self) -> State:
+        plain = {
+            "limiter": self.limiter.state(),
+            "batches": self.batches,
+            "updated": self.updated,
+            "lags": list(self.lags),
+        }
+        return State({}, plain) | self.replay.state().under("replay")
+
+    def restore(self, state: State) -> None:
+        self.replay.restore(state.part("replay"))
+        self.limiter.restore(state.plain["limiter"])
+        self.batches, self.updated = int(state.plain["batches"]), int(state.plain["updated"])
+        self.lags = [float(each) for each in state.plain["lags"]]
+
+
+def _nbytes(tensors: Sequence[Any]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)

@@ -1,0 +1,176 @@
+"""The gradients of a worker that learns from replays.
+
+for t = 0, 1, 2, ...                                at a worker
+    every `target_every` steps:   theta^- <- theta
+    publish theta, version t
+    keys, weights, transitions    <- sample              `prefetch` batches ahead
+    g, errors                     <- gradient of the loss at theta, with targets by theta^-
+    update(keys, errors)                                 not waited for
+    the method uses g
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from dure.core.node import Address, EndOfWork, Node, Operation, TimedWork
+from dure.errors import WorkOver
+from dure.job.gradient import Gradient
+from dure.job.replica import Replica
+from dure.rl.messages import FOREVER, flat, room_for
+
+if TYPE_CHECKING:
+    from dure.job.gradient_source import Requester
+    from dure.rl.algorithm import RlAlgorithm
+    from dure.rl.model_service import ModelService
+    from dure.rl.outliers import OutlierFilter
+    from dure.rl.settings import RlSettings
+    from dure.rl.transitions import Layout
+
+PASSES = 5 / 3
+"""Operations of a gradient, in those of forward and backward: the targets need two more forward passes."""
+
+
+TARGET = "target"
+"""The name under which a worker keeps the parameters of the target network."""
+
+
+class _Batch(NamedTuple):
+    """A sample, which a replay may still be sending."""
+
+    replay: Address
+    arrives: Operation[Any]
+    tensors: dict[str, torch.Tensor]
+
+
+class ReplaySource:
+    """Gradients of mini-batches from `replays`, which are asked in turn.
+
+    `network` and `target` are replicas of the model. `flops` are the operations of forward and backward for a batch.
+    """
+
+    can_stop = False
+    whole = True
+
+    def __init__(
+        self,
+        node: Node,
+        algorithm: RlAlgorithm,
+        network: Replica,
+        target: Replica,
+        settings: RlSettings,
+        *,
+        layout: Layout,
+        replays: Sequence[Address],
+        model: ModelService,
+        batch_size: int,
+        flops: float,
+        outliers: OutlierFilter | None = None,
+    ) -> None:
+        self.node, self.algorithm, self.settings, self.layout = node, algorithm, settings, layout
+        self.network, self.target = network, target
+        self.replays, self.published = replays, model
+        self.batch_size = batch_size
+        self.flops = flops * PASSES
+        self.outliers = outliers
+        self.asked = 0
+        self._batches: deque[_Batch] = deque()
+        self._target: torch.Tensor | None = None
+
+    # ---- for the worker
+
+    def gradient(self, requester: Requester) -> Operation[Gradient]:
+        return self.node.spawn(self._gradient(requester), "a gradient")
+
+    def mean_gradient(self, requester: Requester) -> Operation[Gradient]:
+        return self.node.spawn(self._mean_gradient(requester), "a mean gradient")
+
+    def model(self, requester: Requester) -> torch.Tensor:
+        return requester.params
+
+    async def settled(self) -> None:
+        """Drop the samples that are on their way: the next ones are drawn anew."""
+        for batch in self._batches:
+            with suppress(WorkOver):
+                await batch.arrives
+        self._batches.clear()
+
+    def state(self) -> dict[str, Any]:
+        plain = {"asked": self.asked}
+        return plain if self.outliers is None else plain | {"outliers": self.outliers.state()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.asked = int(state["asked"])
+        if self.outliers is not None:
+            self.outliers.restore(state["outliers"])
+
+    # ---- gradients
+
+    async def _gradient(self, requester: Requester) -> Gradient:
+        self._copy_target(requester)
+        self.published.publish(requester.params, requester.clock)
+        while True:
+            gradient = await self._gradient_of(await self._next(requester.clock), requester.params)
+            if self.outliers is None or self.outliers.admits(gradient.loss):
+                return gradient
+
+    def _copy_target(self, requester: Requester) -> None:
+        """Copy the model to the target after every so many updates; over servers, of those of all workers."""
+        versions = requester.versions
+        updates = requester.clock if versions is None else min(versions)
+        copies = updates // self.settings.target_every
+        if TARGET not in requester.kept or copies > requester.kept_plain[TARGET]:
+            requester.kept[TARGET] = requester.params.clone()
+            requester.kept_plain[TARGET] = copies
+        if self._target is not requester.kept[TARGET]:  # copied now, or restored from a checkpoint
+            self._target = requester.kept[TARGET]
+            self.target.load(self._target)
+
+    async def _mean_gradient(self, requester: Requester) -> Gradient:
+        gradient = await self._gradient(requester)
+        return gradient.with_values(await requester.group.mean(gradient.values))
+
+    async def _gradient_of(self, batch: _Batch, params: torch.Tensor) -> Gradient:
+        work = TimedWork(partial(self._compute, batch.tensors, params), self.settings.update_seconds, self.flops)
+        gradient, errors = await self.node.compute(work)
+        if self.settings.alpha:
+            self.node.call(batch.replay, "update", batch.tensors["keys"], errors)
+        return gradient  # type: ignore[no-any-return]
+
+    def _compute(self, tensors: Mapping[str, torch.Tensor], params: torch.Tensor) -> tuple[Gradient, torch.Tensor]:
+        """The gradient at `params`, and the absolute TD errors."""
+        network, device = self.network, self.network.device
+        network.load(params)
+        network.zero_grad()
+        values = {name: tensor.to(device) for name, tensor in tensors.items()}
+        with torch.enable_grad():
+            loss, errors = self.algorithm.loss(network.module, self.target.module, values, values["weights"])
+            loss.backward()  # type: ignore[no-untyped-call]
+        network.check()
+        gradient = Gradient(network.grads.clone(), float(loss.detach()), self.batch_size)
+        return gradient, errors.detach().float().cpu()
+
+    # ---- samples
+
+    async def _next(self, version: int) -> _Batch:
+        while len(self._batches) < max(1, self.settings.prefetch):
+            self._batches.append(self._ask(version))
+        batch = self._batches.popleft()
+        try:
+            await batch.arrives
+        except WorkOver:
+            raise EndOfWork from None
+        return batch
+
+    def _ask(self, version: int) -> _Batch:
+        replay = self.replays[self.asked % len(self.replays)]
+        self.asked += 1
+        tensors = room_for(self.layout, self.batch_size)
+        fields: dict[str, Any] = {"count": self.batch_size, "beta": self.settings.beta, "version": version}
+        return _Batch(replay, self.node.call(replay, "sample", into=flat(tensors), timeout=FOREVER, **fields), tensors)

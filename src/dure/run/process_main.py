@@ -1,0 +1,118 @@
+"""The entry point of each process of a real run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dure.core.deployment import SERVER, WORKER
+from dure.core.node import nothing
+from dure.errors import DureError
+from dure.job.gradients import GradientEngine
+from dure.run import checkpoint
+from dure.run.companion_process import CompanionProcess
+from dure.run.devices import CPU
+from dure.run.process import FaultSettings, RunProcess, ServerProcess, WorkerProcess
+from dure.runtime.heartbeat import Heartbeat
+from dure.runtime.process.node import ProcessNode
+from dure.runtime.wire import Credentials, Identity
+
+if TYPE_CHECKING:
+    from dure.run.setup import Setup
+
+PROCESSES: Mapping[str, Callable[..., RunProcess]] = {WORKER: WorkerProcess, SERVER: ServerProcess}
+"""The processes of nodes by their kind; those of all other kinds are `CompanionProcess`."""
+
+
+@dataclass(frozen=True)
+class LaunchSpec:
+    """The start values of a process: its `name` in `run`, the address of the `driver`, a checkpoint to `resume`.
+
+    `credentials` are the run's, as plain values. They come through a pipe: no argument or environment variable has
+    them. `heartbeat` is a result of `LivenessMonitor.admit`; a process without it sends no heartbeats.
+    """
+
+    name: str
+    run: str
+    incarnation: int
+    driver: Sequence[Any]
+    credentials: Mapping[str, Any] = field(repr=False)
+    fault_settings: FaultSettings = FaultSettings()  # noqa: RUF009
+    interface: str = "127.0.0.1"
+    resume: str | None = None
+    heartbeat: Sequence[Any] = ()
+
+    @classmethod
+    def of(cls, *, fault_settings: Mapping[str, Any], **plain: Any) -> LaunchSpec:
+        """Make a launch specification of values that JSON has."""
+        return cls(fault_settings=FaultSettings(**fault_settings), **plain)
+
+
+def main(setup: Setup, spec: LaunchSpec, check: Callable[[], None] = nothing) -> None:
+    """Entry point of the process of a node.
+
+    On an error the process exits without closing its connections; peers treat that as a crash. `check` is called at
+    least once a second during a wait; it raises an error that ends this process.
+    """
+    torch.set_num_threads(1)
+    kind, rank = spec.name.split()
+    identity = Identity(spec.run, spec.name, int(rank), spec.incarnation)
+    config = setup.config
+    gradient_engine: GradientEngine | None = None
+    if kind == "worker":
+        setup = setup.for_worker(int(rank))
+        take(setup.device)
+        if setup.stages is None:  # a stage computes its gradients itself
+            # One worker per process: its gradients are computed one at a time.
+            gradient_engine = GradientEngine(setup.job, exact=True, device=setup.device, seed=config.seeded)
+            setup.configure(gradient_engine)
+        else:
+            setup.stages.keep(int(rank) % setup.parts)
+    credentials = Credentials.of(spec.credentials)
+    node = ProcessNode(
+        identity,
+        credentials,
+        seed=config.seeded,
+        trace=config.trace,
+        gradient_engine=gradient_engine,
+        device=setup.device if kind == "worker" else "cpu",
+    )
+    node.loop.check = check
+    node.directory["driver"] = (str(spec.driver[0]), int(spec.driver[1]))
+    port = node.wire.listen(spec.interface)
+    process = PROCESSES.get(kind, CompanionProcess)(setup, node, spec.fault_settings)
+    with ExitStack() as stack:
+        if spec.heartbeat:
+            host, heard_at, token, period = spec.heartbeat
+            beating = Heartbeat((host, heard_at), token, lambda: (process.steps, node.loop.waiting), period)
+            stack.callback(beating.stop)
+        parts = checkpoint.load(Path(spec.resume)).parts if spec.resume is not None else {}
+        node.loop.run_until(node.spawn(process.live((spec.interface, port), parts), spec.name))
+        node.wire.close()
+        node.loop.end()
+
+
+def take(device: str) -> None:
+    """Make `device` that of this process.
+
+    A process that is forked after a gradient was computed or a device was used can do neither, on a machine with an
+    accelerator. This raises `DureError` then: the job has done so in its file or in `model()`.
+    """
+    if torch.accelerator.current_accelerator() is None:
+        return
+    try:
+        torch.autograd.backward(torch.ones((), requires_grad=True))
+        if device != CPU:
+            torch.accelerator.set_device_index(device)
+            torch.empty(0, device=device)
+    except RuntimeError as error:
+        raise DureError(
+            f"this worker cannot compute on {device}: {str(error).splitlines()[0].rstrip('.')}. A job must not compute "
+            "gradients or use a device before its workers are forked, in its file or in model(): do it in another "
+            "program that saves the result."
+        ) from error

@@ -1,0 +1,142 @@
+"""The companions of a job in one segment of a virtual run."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from dure.core.deployment import NodeId
+from dure.errors import RemoteError
+from dure.run.checkpoint import fitting
+from dure.run.companion_nodes import companions_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    from dure.core.deployment import NodeSpec
+    from dure.core.node import Operation
+    from dure.job.companions import Companion, Figures
+    from dure.run.checkpoint import Parts
+    from dure.run.setup import Setup
+    from dure.runtime.virtual.compute import Durations
+    from dure.runtime.virtual.runtime import VirtualRuntime
+
+BESIDE = 1 << 32
+"""Separates the durations of a companion from those of the worker on the same machine."""
+
+
+class VirtualCompanions:
+    """Builds the companions of a run, starts and stops them. There are none where the job has none.
+
+    `durations` gives the stream of a machine, by its number and a seed. Nodes called `absent` join later. `start` is
+    the step of the checkpoint that the segment starts from.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        runtime: VirtualRuntime,
+        durations: Callable[[int, int], Durations],
+        *,
+        absent: Collection[str],
+        start: int,
+    ) -> None:
+        self._setup, self._runtime, self._durations = setup, runtime, durations
+        self._absent, self.start = absent, start
+        self._specs = companions_of(setup.deployment)
+        self._companions: dict[str, Companion] = {}
+        self._tasks: dict[str, Operation[Any]] = {}
+        self._last: dict[str, Figures] = {}
+        self._gone: set[str] = set()
+
+    def build(self, parts: Parts | None) -> None:
+        """Build all nodes, from the `parts` of a checkpoint if there are some."""
+        for spec in self._specs:
+            name = str(spec.id)
+            node = self._runtime.node(name, spec.id.rank)
+            self._runtime.durations[name] = self._stream(spec)
+            if name in self._absent:
+                node.alive = False
+                self._gone.add(name)
+            else:
+                self._begin(name, parts)
+
+    def _stream(self, spec: NodeSpec) -> Durations:
+        seed, names = self._setup.config.seeded, self._setup.machine_nodes
+        if spec.beside is None:
+            return self._durations(names.index(str(spec.id)), seed)
+        return self._durations(spec.beside.rank, seed + BESIDE + hash_of(spec.id))
+
+    def _begin(self, name: str, parts: Parts | None) -> None:
+        assert self._setup.job.companions is not None
+        node = self._runtime.nodes[name]
+        companion = self._setup.job.companions.companion(self._setup.shape(self.start), node)
+        part = (parts or {}).get(part_of(name))
+        if companion.saves and part is not None:
+            with fitting(part_of(name)):
+                companion.restore(part)
+        self._companions[name] = companion
+        self._tasks[name] = node.spawn(_work(companion), name)
+
+    def stop(self) -> None:
+        """End the work of all companions: the workers have ended theirs."""
+        for name, task in self._tasks.items():
+            self._last[name] = self._companions[name].figures()
+            task.kill()  # type: ignore[attr-defined]
+        self._tasks.clear()
+
+    # ---- events of the cluster
+
+    def is_there(self, name: str) -> bool:
+        return name in self._companions and name not in self._gone
+
+    def crash(self, name: str) -> None:
+        """Crash a companion: what it had not sent is lost."""
+        self._gone.add(name)
+        self._last[name] = self._companions[name].figures()
+        self._tasks.pop(name, None)
+        self._runtime.lose(self._runtime.nodes[name])
+
+    def join(self, name: str) -> None:
+        """Start a companion that was absent, or has crashed."""
+        node = self._runtime.nodes[name]
+        self._runtime.network.restore(name)
+        node.revive()
+        self._gone.discard(name)
+        self._begin(name, None)
+
+    # ---- the record
+
+    def figures(self) -> dict[str, Figures]:
+        """The figures of each companion in this segment."""
+        running = {name: self._companions[name].figures() for name in self._tasks}
+        return {**self._last, **running}
+
+    def row(self, seconds: float) -> dict[str, Any]:
+        """What a row of the history has of the companions."""
+        companions = self._setup.job.companions
+        return {} if companions is None else companions.row(self.figures(), seconds)
+
+    def parts(self) -> Parts:
+        """The parts of a checkpoint."""
+        saving = {name: each for name, each in self._companions.items() if each.saves and name not in self._gone}
+        return {part_of(name): each.state().cloned() for name, each in saving.items()}
+
+
+async def _work(companion: Companion) -> None:
+    with suppress(RemoteError):  # of a crash of the node that it works with
+        await companion.work()
+
+
+def part_of(name: str) -> str:
+    """The name of a node's part in a checkpoint.
+
+    >>> part_of("replay 0")
+    'replay-0'
+    """
+    return name.replace(" ", "-")
+
+
+def hash_of(node: NodeId) -> int:
+    """A number of a node's kind, the same in every process."""
+    return sum(node.kind.encode()) << 33
