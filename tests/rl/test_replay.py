@@ -193,7 +193,7 @@ def test_a_restart_continues_bit_for_bit(alpha):
     def run(replay, rounds):
         rng, seen = np.random.default_rng(replay.inserted), []
         for _ in range(rounds):
-            insert(replay, 13, rng.random(13))
+            insert(replay, 13, rng.random(13) * 3)
             insert(replay, 2)
             sample = replay.sample(32, beta=0.4)
             replay.update(sample.keys, rng.random(32))
@@ -204,6 +204,7 @@ def test_a_restart_continues_bit_for_bit(alpha):
     options = {"seed": 5, "alpha": alpha, "storage": 130}
     replay = Replay(LAYOUT, 100, **options)
     run(replay, 20)
+    replay.update(np.array([replay.evicted]), np.array([7.0]))
     again = Replay(LAYOUT, 100, **options | {"seed": 6})
     run(again, 3)
     state = replay.state().cloned()

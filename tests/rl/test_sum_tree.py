@@ -12,8 +12,13 @@ SIZES = (1, 7, FAN_OUT, 1000, TOP, TOP + 1, TOP * FAN_OUT + 5)
 """Below one group, one level, and several levels with a part of a group at the end."""
 
 
-def brute_force(weights, points):
-    return np.searchsorted(np.cumsum(weights), points, side="right")
+def is_found(tree, weights, rng):
+    """Every point finds what a prefix sum over all weights finds, those on a boundary of two slots included."""
+    total = weights.sum()
+    assert tree.total == total
+    if total:
+        points = np.concatenate([rng.random(100) * total, rng.integers(0, total, 100)])
+        assert tree.find(points).tolist() == np.searchsorted(np.cumsum(weights), points, side="right").tolist()
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -26,12 +31,11 @@ def test_finds_as_a_prefix_sum_over_all_weights(size):
         tree.set(slots, new)
         for slot, weight in zip(slots, new, strict=True):
             weights[slot] = weight
+        is_found(tree, weights, rng)
         start, end = sorted(rng.integers(0, size + 1, 2))
         tree.fill(slice(start, end), weights[start:end] + 1)
         weights[start:end] += 1
-        assert tree.total == weights.sum()
-        points = rng.random(200) * weights.sum()
-        assert tree.find(points).tolist() == brute_force(weights, points).tolist()
+        is_found(tree, weights, rng)
     assert tree.weights(np.arange(size)).tolist() == weights.tolist()
 
 
@@ -61,6 +65,18 @@ def test_no_point_finds_a_slot_without_weight():
     bounds = np.concatenate([[0.0], np.cumsum(weights)])
     points = np.concatenate([bounds, np.nextafter(bounds, 0), np.nextafter(bounds, np.inf), [tree.total]])
     assert (weights[tree.find(points)] > 0).all()
+
+
+def test_a_point_stays_in_its_group():
+    """A node's sum may be above the prefix sum of its children by rounding: a point between them is of the last one."""
+    rng, between = np.random.default_rng(5), 0
+    for _ in range(50):
+        tree, weights = SumTree(TOP + 1), rng.random(FAN_OUT)
+        tree.fill(slice(FAN_OUT, 2 * FAN_OUT), weights)
+        point = math.nextafter(tree.total, 0)
+        between += np.cumsum(weights)[-1] <= point
+        assert tree.find(np.array([point])).tolist() == [2 * FAN_OUT - 1]
+    assert between > 5
 
 
 def test_many_updates_leave_no_rounding_errors():
