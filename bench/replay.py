@@ -4,16 +4,19 @@
     OMP_NUM_THREADS=1 python bench/replay.py --frames
 
 Both hold the same transitions of CartPole's form and are full. Each repeat times `--calls` samples with their priority
-updates in one and in the other, then as many inserts of `--message` transitions with priorities; the first of a pair
-changes from repeat to repeat. A ratio is cpprb's time over dure's in one repeat; told are the median of the ratios and
-the 95 % interval of the median.
+updates in one and in the other, then as many inserts of `--message` transitions with priorities; the order of the two
+changes from repeat to repeat. A ratio is cpprb's time over dure's in one repeat. The output has the median of the
+ratios and the 95 % interval of that median.
 
-The two do the same work but for this: cpprb divides importance weights by the maximum over the whole buffer, dure by
-that over the batch; cpprb's priorities are float32 sums, dure's float64; cpprb (without `check_for_update`, which
-slows it) does not notice that an updated transition was overwritten, dure does.
+The work is the same but for three details. cpprb divides importance weights by the maximum over the whole buffer, dure
+by the maximum over the batch. Sums of priorities are float32 in cpprb and float64 in dure. cpprb (without
+`check_for_update`, which slows it) does not notice that an updated transition was overwritten; dure does.
 
 `--frames` times samples of four stacked frames of 84 x 84, for a batch of 32 and of 512, beside a plain copy of as many
 bytes in place.
+
+Result of `--repeats 61` on two x86_64 cores that other work kept busy (load 8): sample and update 2.54x as fast as
+cpprb 11.0.0 (2.47 to 2.59), insert 1.61x (1.41 to 1.79).
 """
 
 from __future__ import annotations

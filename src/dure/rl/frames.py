@@ -27,9 +27,8 @@ class FrameRing:
         self.layout = layout
         self._ring = np.empty((room, *layout.shape), np.uint8)
         self._oldest = self._next = 0
-        self._messages: deque[tuple[int, int]] = (
-            deque()
-        )  # of each: key after its last transition, number after its frames
+        # Of each message: the key after its last transition, and the number after its frames.
+        self._messages: deque[tuple[int, int]] = deque()
 
     def __len__(self) -> int:
         return self._next - self._oldest
