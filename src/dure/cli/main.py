@@ -25,6 +25,7 @@ from tyro.conf import Positional, UseAppendAction
 
 from dure import __version__
 from dure.cli.emission import Emission, check_emission, of_train
+from dure.cli.rl import RlOptions, values_of
 from dure.core.folder_names import CHECKPOINTS, LATEST
 from dure.core.user_code import explain_user_errors
 from dure.errors import DureError, UsageError
@@ -386,7 +387,34 @@ class Plan(PlanOptions, Emission):
         return CommandResult(values, shown, said)
 
 
-Command = Methods | Train | Compare | Report | Reproduce | Probe | Plan
+@dataclass(frozen=True, kw_only=True)
+class Rl(RlOptions):
+    """Distributed reinforcement learning: Ape-X, Gorila, or plain DQN."""
+
+    example: ClassVar[str] = "dure rl apex --env CartPole-v1 --actors 4 --seconds 120"
+
+    json: bool = False
+    """Print one JSON object as the last line."""
+
+    def __post_init__(self) -> None:
+        """Check nothing: `execute` does."""
+
+    def execute(self, interruption: Interruption) -> CommandResult:
+        """Run actors and learners; return the figures of the run and their table."""
+        options = RlOptions(**{each.name: getattr(self, each.name) for each in fields(RlOptions)})
+        config = options.config()
+        with _fork_server(config.on or DEFAULT) as fork_server:
+            from dure.run.prebuilt import Prebuilt
+            from dure.run.train import run
+
+            finished = run(config, Prebuilt(fork_server=fork_server, interruption=interruption))
+        written = "" if self.report is None else f"report: {finished.report(self.report, title=finished.config['job'])}"
+        said, status = _lacking([finished])
+        lines = _lines(written, _unwritten([finished]), said)
+        return CommandResult(values_of(finished), [_run_table(finished)], lines, status)
+
+
+Command = Methods | Train | Compare | Report | Reproduce | Probe | Plan | Rl
 COMMANDS: Mapping[str, type[Command]] = {kind.__name__.lower(): kind for kind in get_args(Command)}
 
 
@@ -457,10 +485,11 @@ def _tell(done: CommandResult, out: TextIO, *, as_json: bool) -> None:
 def _interrupted(number: int, command: Command | None) -> int:
     """Report that a signal has ended `command`, and how to resume its run; returns the exit status."""
     _say("dure: interrupted" if number == signal.SIGINT else "dure: terminated")
-    folder = (command.resume or command.out) if isinstance(command, Train) and _speaks(command) else None
+    folder = (command.resume or command.out) if isinstance(command, Train | Rl) and _speaks(command) else None
     if folder is not None and (folder / CHECKPOINTS / LATEST).exists():
         launch = "torchrun, its options as before, -m " if "TORCHELASTIC_RUN_ID" in os.environ else ""
-        _say(f"resume with: {launch}dure train --resume {shlex.quote(str(folder))}")
+        name = "rl" if isinstance(command, Rl) else "train"
+        _say(f"resume with: {launch}dure {name} --resume {shlex.quote(str(folder))}")
     return 128 + number
 
 
@@ -493,6 +522,7 @@ def parse(arguments: Sequence[str], environ: Mapping[str, str]) -> Command:
         | Annotated[Reproduce, tyro.conf.subcommand("reproduce")]
         | Annotated[Probe, tyro.conf.subcommand("probe")]
         | Annotated[Plan, tyro.conf.subcommand("plan")]
+        | Annotated[Rl, tyro.conf.subcommand("rl")]
     )
     style = (tyro.conf.DisallowNone, tyro.conf.FlagCreatePairsOff, tyro.conf.PositionalMetavarFromFieldName)
     about = "Train one PyTorch model on many machines: every way of doing it, in virtual and in real time."

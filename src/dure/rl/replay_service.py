@@ -97,10 +97,10 @@ class ReplayService:
         count = call.fields["count"]
         if not 0 < count <= MOST:
             raise Refused(f"a sample has 1 to {MOST} transitions, and {call.caller} asked for {count}.")
-        while not self.limiter.can_sample(count):
-            if len(self.through) >= self.actors:
-                raise WorkOver("all actors have made their frames.")
+        while not self._is_over() and not self.limiter.can_sample(count):
             await self._change("inserts, which are behind the samples")
+        if self._is_over():
+            raise WorkOver("all actors have made their frames.")
         self.limiter.sampled(count)
         self._changed()
         draw = partial(self.replay.sample, count, call.fields["beta"])
@@ -110,6 +110,9 @@ class ReplayService:
         if self.batches % self.trim_every == 0:
             self.replay.trim()
         return Reply({}, sampled_tensors(self.replay.layout, sample))
+
+    def _is_over(self) -> bool:
+        return len(self.through) >= self.actors
 
     def _finish(self, call: Call) -> Reply:
         """Note that an actor sends nothing more."""

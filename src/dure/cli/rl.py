@@ -1,0 +1,204 @@
+"""The options of `dure rl`, and the run that they describe."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field
+from tyro.conf import Positional, UseAppendAction
+
+from dure.core.spec_text import value_text
+from dure.core.user_code import as_value
+from dure.errors import UsageError
+from dure.run.config import Count, Seconds, TrainConfig, adapters, checked
+from dure.run.places import is_real
+
+if TYPE_CHECKING:
+    from dure.report.run import Run
+
+ENDLESS = 10**9
+"""Steps of a run that something else ends."""
+
+REAL_SECONDS = 60.0
+"""Seconds of a real run that nothing else ends."""
+
+VIRTUAL_FRAMES = 50_000
+"""Frames of a virtual run that nothing else ends."""
+
+LEARNERS: Mapping[str, int] = {"apex": 1, "gorila": 2, "dqn": 1}
+METHODS: Mapping[str, str] = {"apex": "bsp", "gorila": "downpour", "dqn": "bsp"}
+
+Share = Annotated[float, Field(ge=0, le=1)]
+Positive = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RlOptions:
+    """Options of a run of reinforcement learning. Values are checked: a wrong one raises `UsageError`."""
+
+    algorithm: Positional[Literal["apex", "gorila", "dqn"]] = "apex"
+    """apex: many actors, a prioritised replay, one learner. gorila: bundles of actor, replay and learner over parameter
+    servers. dqn: one actor and one learner in lockstep."""
+    env: str = "CartPole-v1"
+    """An environment of Gymnasium, as CartPole-v1 or ALE/Pong-v5, or FILE.py:FUNCTION that returns one."""
+    actors: Count | None = None
+    """Actors; 4 for apex, one for each learner of gorila."""
+    learners: Count | None = None
+    """Learners; 1 for apex, 2 for gorila."""
+    environments: Count | None = None
+    """Copies of the environment in each actor; 1 if left out."""
+    frames: Count | None = None
+    """Frames of all actors after which the run ends. It ends at the first of frames, steps and seconds; with none, a
+    real run after 60 seconds, a virtual one after 50,000 frames."""
+    seconds: Seconds | None = None
+    """Seconds, virtual or real as the run is."""
+    steps: Count | None = None
+    """Updates of each learner."""
+    replays: Count | None = None
+    """Replays that share the transitions; 1 if left out."""
+    capacity: Count | None = None
+    """Transitions that a replay holds; 100,000 if left out."""
+    alpha: Share | None = None
+    """Exponent of priorities, 0 for a uniform replay; 0.6 for apex, else 0."""
+    samples_per_insert: Positive | None = None
+    """Samples for each transition inserted, which a replay keeps by delaying the side that is ahead; 0 for no limit."""
+    n_step: Count | None = None
+    """Steps of a return; 3 for apex (5 where actions are continuous), else 1."""
+    gamma: Share | None = None
+    """Discount of a step; 0.99 if left out."""
+    pull_every: Count | None = None
+    """Steps of an actor between two pulls of the model."""
+    target_every: Count | None = None
+    """Updates between two copies to the target network."""
+    network: str | None = None
+    """FILE.py:FUNCTION that returns the network; that of the algorithm if left out."""
+    set: UseAppendAction[tuple[str, ...]] = ()
+    """Any other setting of the job, KEY=VALUE; `dure methods` and docs/reinforcement.md list them. Repeat it."""
+    on: str = ""
+    """local, virtual (machines that are alike, in virtual time), or a cluster file: virtual as well. local if left
+    out."""
+    sync: str | None = None
+    """When learners agree (`dure methods`); downpour for gorila, where bsp makes it synchronous."""
+    topology: str | None = None
+    """How learners are connected, as in ps:shards=2; the method's first choice if left out."""
+    batch_size: Count | None = None
+    """Transitions of an update; the job's if left out."""
+    lr: Positive | None = None
+    """Learning rate; the job's if left out."""
+    optimizer: str | None = None
+    """rmsprop, adam, adagrad, ..., with parameters as in adam:clip=10; the job's if left out."""
+    device: str | None = None
+    """Device of the learners; actors are on the CPU."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    """Decides initial values and, in virtual time, everything else; 0 if left out."""
+    eval_every: Count | None = None
+    """Updates between evaluations; 1,000 if left out, or a twentieth of the steps."""
+    eval_episodes: Count | None = None
+    """Episodes of an evaluation; 10 if left out."""
+    checkpoint_every: Count | None = None
+    """Updates between checkpoints; none if left out. Needs --out."""
+    trace: bool = False
+    """Write trace.json, which Perfetto opens. Needs --out."""
+    out: Path | None = None
+    """Folder for the run's record; nothing is written if left out."""
+    resume: Path | None = None
+    """Folder of a run to continue from its last complete checkpoint."""
+    trust: bool = False
+    """Run the code that a resumed run names also where the file has changed since it began."""
+    report: Path | None = None
+    """File of a report with the curves of returns; none if left out."""
+
+    def __post_init__(self) -> None:
+        for name, adapter in adapters(type(self)).items():  # type: ignore[arg-type]  # a class is hashable
+            object.__setattr__(self, name, checked(name, getattr(self, name), adapter))
+
+    def config(self) -> TrainConfig:
+        """The configuration of the run. Raises `UsageError`."""
+        shared = {name: getattr(self, name) for name in SHARED}
+        if self.resume is not None:
+            return TrainConfig(**shared)
+        given = {**shared, "job": self.job(), "workers": self._learners, "eval_samples": self.eval_episodes}
+        given["sync"] = self.sync or METHODS[self.algorithm]
+        if self.steps is None and (self.frames is not None or self.seconds is None):
+            given["steps"] = ENDLESS
+        if self.seconds is None and not self._frames and self.steps is None:
+            given["seconds"] = REAL_SECONDS
+        return TrainConfig(**given)
+
+    @property
+    def _learners(self) -> int:
+        return self.learners or LEARNERS[self.algorithm]
+
+    @property
+    def _frames(self) -> int:
+        """Frames after which the run ends; 0 if others end it."""
+        if self.frames is not None or is_real(self.on or "local"):
+            return self.frames or 0
+        return 0 if self.steps is not None or self.seconds is not None else VIRTUAL_FRAMES
+
+    def job(self) -> str:
+        """The text of the job."""
+        values: dict[str, Any] = {"env": as_value(self.env)}
+        if self.actors is not None or self.algorithm == "gorila":
+            values["actors"] = self.actors or self._learners
+        for name in OF_JOB:
+            if getattr(self, name) is not None:
+                values[name] = getattr(self, name)
+        if self.network is not None:
+            values["network"] = as_value(self.network)
+        if self._frames:
+            values["frames"] = self._frames
+        for text in self.set:
+            key, equals, value = text.partition("=")
+            if not (key and equals and value):
+                raise UsageError(f"set={text!r} sets nothing: write KEY=VALUE, as in --set send=20.")
+            if key in values:
+                raise UsageError(f"{key} is given twice: by --set {text} and by --{key.replace('_', '-')}.")
+            values[key] = value
+        return f"{self.algorithm}:{','.join(f'{name}={value_text(value)}' for name, value in values.items())}"
+
+
+OF_JOB = (
+    "environments",
+    "replays",
+    "capacity",
+    "alpha",
+    "samples_per_insert",
+    "n_step",
+    "gamma",
+    "pull_every",
+    "target_every",
+)
+"""Options that are parameters of the job."""
+
+SHARED = tuple(
+    {each.name for each in fields(RlOptions)} & {each.name for each in fields(TrainConfig)} - {"sync"},
+)
+"""Options that are those of a training."""
+
+
+def values_of(run: Run) -> dict[str, Any]:
+    """The JSON object of `dure rl`."""
+    summary = run.summary()
+    found = dict(summary.get("experience", {}))
+    seconds = summary["seconds"]
+    lag = found.pop("param_lag", {})
+    return {
+        **{name: found.pop(name, None) for name in ("env", "algorithm", "actors")},
+        "learners": summary["workers"],
+        **{name: found.pop(name, None) for name in ("frames", "frames_per_second")},
+        "updates": summary["updates_applied"],
+        "updates_per_second": summary["updates_applied"] / seconds if seconds else None,
+        **{name: found.pop(name, None) for name in ("mean_return", "best_return", "replay")},
+        "param_lag": lag.get("mean"),
+        "param_lag_max": lag.get("max"),
+        "seconds": seconds,
+        "time": summary["time"],
+        "failures_survived": summary["failures_survived"],
+        **found,
+        **{name: summary[name] for name in ("strategy", "seed", "params_sha256", "updates_refused", "staleness")},
+        "deaths": summary.get("deaths", {}),
+    }
