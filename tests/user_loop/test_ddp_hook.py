@@ -8,12 +8,11 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from support.soak import soaked
 
 import dure
 from dure.errors import StrategyError
 
-SCRIPT = """
+TRAIN = """
 import json, sys
 import torch
 import torch.distributed as dist
@@ -21,8 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 import dure
 
 codec, steps = sys.argv[1], int(sys.argv[2])
-torch.set_num_threads(1)
-dist.init_process_group("gloo")
 rank, world_size = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(0)
 net = torch.nn.Sequential(torch.nn.Linear(20, 40), torch.nn.ReLU(), torch.nn.Linear(40, 3))
@@ -51,40 +48,77 @@ if rank == 0:
     sent = hook.bytes_sent if hook else 0
     print(json.dumps({"same": same, "first": losses[0], "last": sum(losses[-10:]) / 10, "sent": sent,
                       "params": flat.tolist()[:50]}), flush=True)
-dist.destroy_process_group()
 """
 STEPS = 60
-END = """
-import os
+RANKS = """
+import os, runpy, sys
+import torch
+import torch.distributed as dist
+
+torch.set_num_threads(1)
+for program in sys.argv[1:]:
+    sys.argv = program.split()
+    if not dist.is_initialized() and not sys.argv[0].endswith("early.py"):
+        dist.init_process_group("gloo")
+    runpy.run_path(sys.argv[0])
 sys.stdout.flush()
 os._exit(0)
 """
-"""PyTorch aborts about one process in thirty as the interpreter ends, with or without a hook, on a busy machine."""
+"""Runs programs one after another; `early.py` must be the first. It ends without the end of the interpreter: there
+PyTorch aborts about one process in thirty, with or without a hook, on a busy machine."""
 NUMEL = 20 * 40 + 40 + 40 * 3 + 3
 
 
-def run(tmp_path, codec, processes=2, steps=STEPS, script=SCRIPT):
-    (tmp_path / "script.py").write_text(script + END)
+def run(folder, *programs, processes=2):
+    """What each program prints, as `{"name arguments": values}`; ranks start once for all of them."""
+    for name, script in SCRIPTS.items():
+        (folder / f"{name}.py").write_text(script)
+    (folder / "ranks.py").write_text(RANKS)
     source = str(Path(__file__).parents[2] / "src")
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}",
-         str(tmp_path / "script.py"), codec, str(steps)],
+         str(folder / "ranks.py"), *(f"{folder}/{program.replace(' ', '.py ', 1)}" for program in programs)],
         env={**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1"},
         capture_output=True, text=True, timeout=100,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return dict(zip(programs, map(json.loads, done.stdout.splitlines()), strict=True))
 
 
-def test_nothing_is_changed_by_what_loses_nothing(tmp_path):
-    plain, hooked = run(tmp_path, "none", steps=5), run(tmp_path, "fp32", steps=5)
+PAIR = ("early 1bit", "train none 5", "train fp32 5", "overflow 1bit", "hard sign")
+THREE = (f"train sign {STEPS}", "restart 1bit", "columns 1bit:feedback=false")
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """Of two ranks."""
+    return run(tmp_path_factory.mktemp("pair"), *PAIR)
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory):
+    """Of three ranks."""
+    return run(tmp_path_factory.mktemp("three"), *THREE, processes=3)
+
+
+def test_nothing_is_changed_by_what_loses_nothing(pair):
+    plain, hooked = pair["train none 5"], pair["train fp32 5"]
     assert hooked["params"] == pytest.approx(plain["params"], abs=1e-6)
     assert hooked["sent"] == 4 * (NUMEL * 4)  # the first step travels whole; half of each vector goes out, twice
 
 
-@pytest.mark.parametrize("codec", ["sign", *soaked("1bit", "it-sign:start=5", "strom:threshold=0.02")])
-def test_ranks_stay_equal_and_learn(tmp_path, codec):
-    found = run(tmp_path, codec, processes=3 if codec == "sign" else 2)
+def test_three_ranks_stay_equal_and_learn(three):
+    check_equal_and_learned(three[f"train sign {STEPS}"])
+
+
+@pytest.mark.soak
+def test_ranks_stay_equal_and_learn_with_other_codecs(tmp_path):
+    codecs = ("1bit", "it-sign:start=5", "strom:threshold=0.02")
+    for found in run(tmp_path, *(f"train {codec} {STEPS}" for codec in codecs)).values():
+        check_equal_and_learned(found)
+
+
+def check_equal_and_learned(found):
     assert found["same"]
     assert found["last"] < 0.75 * found["first"]
     assert 0 < found["sent"] < (STEPS - 1) * NUMEL * 4 * 0.3
@@ -99,8 +133,6 @@ import dure
 from dure.errors import CheckpointError
 
 codec = sys.argv[1]
-torch.set_num_threads(1)
-dist.init_process_group("gloo")
 generator = torch.Generator().manual_seed(dist.get_rank())
 torch.manual_seed(0)
 net = torch.nn.Sequential(torch.nn.Linear(20, 40), torch.nn.ReLU(), torch.nn.Linear(40, 3))
@@ -147,13 +179,21 @@ for wrong in ({"codec": "fp32"}, {"world_size": 2}, {"buckets": {0: {"bounds": [
 found["errors"] = errors
 if dist.get_rank() == 0:
     print(json.dumps(found), flush=True)
-dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("codec", ["1bit", *soaked("strom:threshold=0.02", "it-sign:start=1,granularity=coordinate")])
-def test_a_hook_goes_on_from_its_state(tmp_path, codec):
-    found = run(tmp_path, codec, processes=3, script=RESTART)
+def test_a_hook_goes_on_from_its_state(three):
+    check_restart(three["restart 1bit"])
+
+
+@pytest.mark.soak
+def test_hooks_of_other_codecs_go_on_from_their_states(tmp_path):
+    codecs = ("strom:threshold=0.02", "it-sign:start=1,granularity=coordinate")
+    for found in run(tmp_path, *(f"restart {codec}" for codec in codecs), processes=3).values():
+        check_restart(found)
+
+
+def check_restart(found):
     assert found["loaded"]
     assert found["loaded later"]
     assert not found["fresh"]
@@ -166,15 +206,12 @@ def test_a_hook_goes_on_from_its_state(tmp_path, codec):
 
 HARD = """
 import json, sys
-from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 import dure
 
 codec = sys.argv[1]
-torch.set_num_threads(1)
-dist.init_process_group("gloo", timeout=timedelta(seconds=40))
 
 def hooked(net, codec=codec, **options):
     model = DistributedDataParallel(net, **options)
@@ -214,13 +251,19 @@ except RuntimeError as error:
     found["error"] = str(error)
 if dist.get_rank() == 0:
     print(json.dumps(found), flush=True)
-dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("codec", ["sign", *soaked("strom:threshold=0.1")])
-def test_two_models_unused_parameters_and_narrow_numbers(tmp_path, codec):
-    found = run(tmp_path, codec, script=HARD)
+def test_two_models_unused_parameters_and_narrow_numbers(pair):
+    check_hard(pair["hard sign"])
+
+
+@pytest.mark.soak
+def test_two_models_unused_parameters_and_narrow_numbers_with_messages_of_any_length(tmp_path):
+    check_hard(run(tmp_path, "hard strom:threshold=0.1")["hard strom:threshold=0.1"])
+
+
+def check_hard(found):
     assert found["wrong"] == 0
     assert found["unused"] > 0
     assert found["narrow"] == ["torch.bfloat16", True]
@@ -235,7 +278,6 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 import dure
 
-dist.init_process_group("gloo")
 torch.manual_seed(0)
 net = torch.nn.Sequential(torch.nn.Linear(20, 40), torch.nn.ReLU(), torch.nn.Linear(40, 3))
 model, hook = DistributedDataParallel(net), dure.hook(sys.argv[1])
@@ -262,14 +304,21 @@ if dist.get_rank() == 0:
         "residuals": bool(all(residuals)), "scales": scales, "sent": sent, "same": torch.equal(*everybody),
         "steps": [not torch.equal(a, b) for a, b in zip(parameters, parameters[1:])],
     }), flush=True)
-dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("codec", ["1bit", *soaked("sign+momentum", "strom:threshold=0.02")])
-def test_a_gradient_scaler_skips_a_step_that_overflows_on_one_rank(tmp_path, codec):
+def test_a_gradient_scaler_skips_a_step_that_overflows_on_one_rank(pair):
+    check_overflow(pair["overflow 1bit"])
+
+
+@pytest.mark.soak
+def test_a_gradient_scaler_skips_a_step_with_other_codecs(tmp_path):
+    for found in run(tmp_path, "overflow sign+momentum", "overflow strom:threshold=0.02").values():
+        check_overflow(found)
+
+
+def check_overflow(found):
     """The gradient of rank 1 overflows in two steps; rank 0 reports."""
-    found = run(tmp_path, codec, script=OVERFLOW)
     assert found["same"]
     assert found["residuals"]
     assert found["scales"] == [2, 2, 2, 2, 1, 0.5, 0.5, 0.5]
@@ -278,9 +327,9 @@ def test_a_gradient_scaler_skips_a_step_that_overflows_on_one_rank(tmp_path, cod
     assert [bool(each) for each in sent] == [True, True, True, False, False, True, True]
 
 
-def test_columns_are_those_of_the_parameters(tmp_path):
+def test_columns_are_those_of_the_parameters(three):
     """Of one rank: a weight's gradient becomes the two means of each of its rows, a bias's stays."""
-    found = run(tmp_path, "1bit:feedback=false", processes=1, script=COLUMNS)
+    found = three["columns 1bit:feedback=false"]
     assert found["weight"] < 1e-6
     assert found["bias"] == 0
 
@@ -292,11 +341,11 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 import dure
 
-dist.init_process_group("gloo")
 torch.manual_seed(0)
 net = torch.nn.Linear(20, 3)
-model = DistributedDataParallel(copy.deepcopy(net))
-model.register_comm_hook(None, dure.hook(sys.argv[1]))
+alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+model = DistributedDataParallel(copy.deepcopy(net), process_group=alone)
+model.register_comm_hook(None, dure.hook(sys.argv[1], alone))
 x = torch.randn(16, 20)
 for _ in range(2):  # the first step travels whole
     model.zero_grad()
@@ -307,8 +356,9 @@ for row in expected:
     for sign in (row >= 0, row < 0):
         row[sign] = row[sign].mean()
 difference = (model.module.weight.grad - expected).abs().max().item()
-print(json.dumps({"weight": difference, "bias": (model.module.bias.grad - net.bias.grad).abs().max().item()}))
-dist.destroy_process_group()
+if dist.get_rank() == 0:
+    bias = (model.module.bias.grad - net.bias.grad).abs().max().item()
+    print(json.dumps({"weight": difference, "bias": bias}), flush=True)
 """
 
 
@@ -349,18 +399,22 @@ if dist.get_rank() == 0:
         "sent": [hook.bytes_sent for hook in hooks.values()],
         "rank": state["rank"],
         "errors": errors,
-    }))
-dist.destroy_process_group()
+    }), flush=True)
 """
 
 
-def test_a_hook_that_was_made_before_the_ranks_is_the_same(tmp_path):
-    found = run(tmp_path, "1bit", script=EARLY)
+def test_a_hook_that_was_made_before_the_ranks_is_the_same(pair):
+    found = pair["early 1bit"]
     assert found["same"]
     assert found["rank"] == 0
     assert min(found["sent"]) == max(found["sent"]) > 0
     assert all("init_process_group before the first backward" in error for error in found["errors"])
     assert len(found["errors"]) == 2
+
+
+SCRIPTS = {
+    "train": TRAIN, "restart": RESTART, "hard": HARD, "overflow": OVERFLOW, "columns": COLUMNS, "early": EARLY,
+}  # fmt: skip
 
 
 def test_a_hook_is_made_without_ranks_and_names_of_codecs_are_checked_at_once():
