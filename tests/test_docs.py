@@ -26,8 +26,8 @@ from dure.run.strategy import catalogue as one_catalogue
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("[0-9][0-9]_*.py"))
-HALF_A_MINUTE = ("06_pipeline", "07_bert_pipeline")
-"""Examples that `make soak` runs: other tests train pipelines."""
+HALF_A_MINUTE = ("05_trainer_hook", "06_pipeline", "07_bert_pipeline")
+"""Examples that `make soak` runs: other tests train pipelines, and with hooks."""
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 

@@ -209,5 +209,5 @@ def test_a_plan_never_holds_the_values_of_a_large_model():
 @pytest.mark.parametrize(("workers", "cautioned"), [(2, False), (3, True)])
 def test_more_workers_than_cores_are_cautioned_of(workers, cautioned):
     one_machine = Cluster(machines=[Machines(count=workers)], host=SharedHost(cores=2))
-    found = dure.plan("digits-mlp", on=one_machine, within=3.0)
+    found = dure.plan("digits-mlp", on=one_machine, within=0.5)
     assert any("workers share 2 cores" in each for each in found.why) == cautioned

@@ -557,7 +557,7 @@ LEAST = LEAST_NBYTES // 4
 @pytest.mark.parametrize("slower", [1.0, 3.0])
 def test_slices_of_a_gradient_leave_as_backward_completes_them(layers, ways, expected, slower):
     """In units of a step of the slower; the smallest slice takes `ways` of it: two ranks send all of it once."""
-    job = synthetic_job([round(layer * LEAST) for layer in layers], 1.0)
+    job = synthetic_job([round(layer * LEAST) for layer in layers], 0.001)  # this process sleeps so long
     kinds = [Machines(count=1, compute=Constant(seconds=seconds)) for seconds in (1.0, 1.0 / slower)]
     link = Link(bandwidth=4 * LEAST / ways, latency=0.0)
     cluster = Cluster(machines=tuple(kinds), link=link, alpha=0.0, beta=0.0, gamma=0.0)

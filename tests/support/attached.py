@@ -25,7 +25,8 @@ WORLD = int(os.environ.get("WORLD_SIZE", 1))
 REMEDIED = "downpour+dc-asgd+staleness-lr+momentum-compensation:target=0.5"
 RING = "bsp collective:algorithm=ring"
 WHOLE = ("bsp", "bsp ps:shards=2,split=layer", "averaging:period=1", RING)
-PINNED = ("bsp", RING, "averaging:period=2 ps", "downpour", "ssp ps:shards=2")
+PINNED = ("bsp", RING, "ssp ps:shards=2")
+LEARNING = ("ssp:bound=2", "averaging:period=4", REMEDIED)
 SKIPPING = ("bsp",)
 OVERFLOWING = ("bsp", "averaging:period=5", f"averaging:period=5 {RING.split()[1]}")
 ALL = ("bsp", "averaging:period=3", "downpour", "ssp:bound=3", "bsp ps", "averaging:period=3 ps", RING)
@@ -106,7 +107,7 @@ def case_groups():
 def case_learns():
     data = load_digits()
     found = {}
-    for strategy in ("downpour", "ssp:bound=2", "averaging:period=4", REMEDIED):
+    for strategy in LEARNING:
         module = model(RANK)
         with attach(module, torch.optim.SGD(module.parameters(), lr=0.1), strategy) as replica:
             sampler = replica.sampler(data.train.inputs)

@@ -127,7 +127,7 @@ def test_groups_and_schedules_reach_whoever_steps(ranks, strategy):
     assert close(ranks[0]["groups"][strategy], wanted)
 
 
-@pytest.mark.parametrize("strategy", ["downpour", "ssp:bound=2", "averaging:period=4", attached.REMEDIED])
+@pytest.mark.parametrize("strategy", attached.LEARNING)
 def test_every_rank_gets_a_model_that_has_learned(ranks, strategy):
     (accuracy, params), (_, same) = (rank["learns"][strategy] for rank in ranks)
     assert accuracy > 0.9
@@ -776,7 +776,7 @@ def test_what_is_attached_is_not_attached_again():
 
 
 WRAPPED = """
-import sys, torch, dure
+import torch, dure
 import torch.distributed as dist
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 store = dist.HashStore()
@@ -790,26 +790,29 @@ def net():
 nested, whole = net(), net()
 nested[1] = DistributedDataParallel(nested[1])
 fully_shard(whole, mesh=init_device_mesh("cpu", (1,)))
-for model in (
+models = (
     DistributedDataParallel(net()), nested, DataParallel(net()), whole,
     FullyShardedDataParallel(net(), device_id=torch.device("cpu")),
-):
-    try:
-        dure.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), topology=sys.argv[1])
-        print("attached")
-    except dure.DureError as error:
-        print(type(error).__name__, error)
+)
+for topology in ("collective", "ps"):
+    for model in models:
+        try:
+            dure.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), topology=topology)
+            print("attached")
+        except dure.DureError as error:
+            print(type(error).__name__, error)
 inside = DistributedDataParallel(net()).module
 dure.attach(inside, torch.optim.SGD(inside.parameters(), lr=0.1)).close()
 dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("topology", ["collective", "ps"])
-def test_models_that_synchronize_themselves_are_refused(topology):
-    done = run_alone(WRAPPED, topology)
+def test_models_that_synchronize_themselves_are_refused():
+    """Over collectives and over servers alike."""
+    done = run_alone(WRAPPED)
     assert done.returncode == 0, done.stderr
-    outer, nested, parallel, sharded, fsdp = done.stdout.splitlines()
+    outer, nested, parallel, sharded, fsdp, *over_servers = done.stdout.splitlines()
+    assert over_servers == [outer, nested, parallel, sharded, fsdp]
     assert all(line.startswith("UsageError the ") for line in done.stdout.splitlines())
     assert "the model is wrapped by DistributedDataParallel" in outer
     assert "Attach the module inside (model.module)" in outer
@@ -926,6 +929,7 @@ def test_places():
 # ---- programs
 
 
+@pytest.mark.soak
 def test_the_example_prints_the_same_under_torchrun():
     done = torchrun(ROOT / "examples" / "02_attach.py")
     assert done.returncode == 0, done.stderr[-4000:]

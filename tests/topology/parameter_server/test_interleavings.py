@@ -14,6 +14,7 @@ from typing import cast
 import pytest
 import torch
 from support.nodes import Channel, World
+from support.soak import soaked
 
 from dure.core.node import Address, Ghost
 from dure.errors import Superseded
@@ -202,7 +203,8 @@ CASES = {
     "snapshots, two steps": (4000, lambda: Play(lambda: WatchedBounded(0), steps=2, num_shards=1)),
     "lead of one, a death": (2000, lambda: Play(lambda: WatchedBounded(1), mortal=True)),
     "lead of one, two steps": (5000, lambda: Play(lambda: WatchedBounded(1), steps=2, num_shards=1)),
-    "lead of one, three workers": (20000, lambda: Play(lambda: WatchedBounded(1), workers=3)),
+    "lead of one, three workers": (600, lambda: Play(lambda: WatchedBounded(1), workers=3, num_shards=1)),
+    "lead of one, three workers, two shards": (20000, lambda: Play(lambda: WatchedBounded(1), workers=3)),
     "first of two, a death": (9000, lambda: Play(lambda: first(1), mortal=True)),
     "first two of three": (9000, lambda: Play(lambda: first(2), workers=3, num_shards=1)),
     "any two, a death": (1500, lambda: Play(lambda: any_of(2), mortal=True)),
@@ -210,7 +212,11 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+SECONDS = "lead of one, three workers, two shards"
+"""A case that `make soak` tries: three workers and one shard, and two of both, are tried without it."""
+
+
+@pytest.mark.parametrize("name", [*(name for name in CASES if name != SECONDS), *soaked(SECONDS)])
 def test_shards_agree_whatever_the_order(name: str) -> None:
     at_least, make = CASES[name]
     assert explore(make) >= at_least
