@@ -211,7 +211,7 @@ POLICIES: dict[str, Callable[[], FirstOf | AnyOf]] = {
 
 TWO_STEPS, A_DEATH = (3, 2, 0, 0), (3, 1, 1, 1)
 SECONDS = [("1-sync", *TWO_STEPS), ("1-sync", *A_DEATH)]
-"""Stories with so many orders that `make soak` tells them; `make test` has others of a version that one gradient ends."""
+"""Stories with so many orders that `make soak` tells them; `make test` has shorter ones of that policy."""
 
 STORIES = [(name, *story) for name in POLICIES for story in (TWO_STEPS, A_DEATH) if (name, *story) not in SECONDS]
 STORIES += [("1-sync", 2, 2, 0, 0), ("1-sync", 2, 1, 1, 1)]
