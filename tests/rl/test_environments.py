@@ -1,6 +1,7 @@
 """Streams of episodes: observations at ends, seeds, counts, and environments by name."""
 
 import sys
+from typing import ClassVar
 
 import gymnasium
 import numpy as np
@@ -17,9 +18,11 @@ class Tagged(gymnasium.Env):
 
     observation_space = Box(0, np.inf, (2,), np.float32)
     action_space = Discrete(2)
+    made: ClassVar[list["Tagged"]] = []
 
     def __init__(self):
-        self.episode = -1
+        self.episode, self.log = -1, []
+        Tagged.made.append(self)
 
     def seen(self):
         return np.array([self.episode, self.steps], np.float32)
@@ -33,6 +36,8 @@ class Tagged(gymnasium.Env):
     def step(self, action):
         self.steps += 1
         over = self.steps == self.length
+        if over:
+            self.log.append((self.end != 0, self.end != 1))
         return self.seen(), 10.0 * self.steps, over and self.end != 0, over and self.end != 1, {}
 
 
@@ -100,23 +105,34 @@ def test_episodes_are_counted():
     assert ended[0] == Episode(ended[0].stream, sum(10.0 * k for k in range(1, ended[0].length + 1)), *ended[0][2:])
 
 
-def first_observations(count, seed, episodes=1):
+def test_the_kind_of_an_end_is_handed_on():
+    Tagged.made.clear()
+    environments, seen = Environments(Tagged, 2, 0), ([], [])
+    for _ in range(60):
+        step = environments.step(np.zeros(2, np.int64))
+        for episode in step.ended:
+            i = episode.stream
+            seen[i].append((bool(step.terminated[i]), bool(step.truncated[i])))
+    assert [each.log for each in Tagged.made] == list(seen)
+    assert {*seen[0], *seen[1]} == {(True, False), (False, True), (True, True)}
+
+
+def first_observations(count, seed):
+    """The first observations of the first three episodes or more of each of `count` streams."""
     environments = Environments(environment("CartPole-v1"), count, seed)
-    found = [environments.observations]
-    while len(found) < episodes:
+    found = [*environments.observations]
+    while len(found) < 3 * count:
         step = environments.step(np.zeros(count, np.int64))
-        if step.ended:
-            found.append(step.observations)
+        found += [step.observations[episode.stream] for episode in step.ended]
     environments.close()
     return np.stack(found)
 
 
 def test_streams_have_seeds_of_their_own():
-    found = first_observations(4, 7, episodes=3)
-    assert np.array_equal(found, first_observations(4, 7, episodes=3))
-    assert len(np.unique(found[0], axis=0)) == 4
-    assert not np.isclose(found[0], first_observations(4, 8)[0]).any()
-    assert not np.isclose(found[0], found[-1]).any()
+    found = first_observations(4, 7)
+    assert np.array_equal(found, first_observations(4, 7))
+    everything = np.concatenate([found, first_observations(4, 8)])
+    assert len(np.unique(everything, axis=0)) == len(everything)
 
 
 def test_rewards_are_as_they_are_outside_of_atari():
