@@ -24,8 +24,9 @@ LOCKSTEP = {
     "lockstep": True,
     "hidden": (32, 32),
     "episodes": 1,
+    "update_seconds": 1e-3,
 }
-"""Alternate steps of an actor and of a worker: DQN in one process."""
+"""Alternate steps of an actor and of a worker: DQN in one process. An update takes longer than a pull."""
 
 
 def short_cartpole() -> gymnasium.Env[Any, Any]:
