@@ -2,6 +2,8 @@
 
 import pytest
 
+from dure.runtime.launch.fork_server import ForkServer
+
 FLOORS = {"tests": 1500, "doctests": 20, "documents": 20}
 RAN = dict.fromkeys(FLOORS, 0)
 
@@ -14,6 +16,13 @@ def kind(item):
 
 SHARED = ("ranks", "said", "pair", "three")
 """Fixtures that take half a minute: the tests that use one of them run in one process."""
+
+
+@pytest.fixture(scope="module")
+def fork_server():
+    """One for all real runs of a module that ask for it: its start, which imports torch, takes seconds."""
+    with ForkServer() as one:
+        yield one
 
 
 def pytest_collection_modifyitems(items):

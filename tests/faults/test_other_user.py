@@ -19,7 +19,6 @@ import torch
 from support.raw_caller import frame
 from support.real_runs import Trial, configured
 
-from dure.runtime.launch.fork_server import ForkServer
 from dure.runtime.wire.frame import Kind
 from dure.runtime.wire.proof import NONCE_NBYTES, PROOF_NBYTES, REFUSAL, Prover
 from dure.runtime.wire.unix_socket import unix_name
@@ -193,12 +192,6 @@ class Observed:
     @property
     def saved(self):
         return [*self._victim.iterdir()]
-
-
-@pytest.fixture(scope="module")
-def fork_server():
-    with ForkServer() as fork_server:
-        yield fork_server
 
 
 @pytest.fixture(scope="module", params=["bsp ps", "bsp"])

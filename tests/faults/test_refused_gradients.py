@@ -12,7 +12,6 @@ import dure
 from dure.cli.main import main
 from dure.core.finite import all_finite
 from dure.errors import DureError
-from dure.runtime.launch.fork_server import ForkServer
 
 LOCAL = ["downpour ps", "hogwild", "bsp"]
 SOAK = [
@@ -42,12 +41,6 @@ VIRTUAL = [
 ]
 TOGETHER = ("bsp", "bsp collective:algorithm=ring", "bsp collective sign")
 NEEDED = (*TOGETHER, "averaging:period=4")
-
-
-@pytest.fixture(scope="module")
-def fork_server():
-    with ForkServer() as one:
-        yield one
 
 
 def local(fork_server, job, strategy, **options):

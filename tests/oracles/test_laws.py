@@ -16,7 +16,6 @@ from support.soak import soaked
 from dure.errors import DureError
 from dure.run.strategy import REMEDY, catalogue
 from dure.run.train import train
-from dure.runtime.launch.fork_server import ForkServer
 from dure.runtime.virtual.cluster import Cluster, Event, Machines
 from dure.runtime.virtual.compute import LogNormal
 
@@ -41,13 +40,6 @@ def one_slow(*events: Event, workers: int = 4) -> Cluster:
 
 def steps_of(run: Any, rank: int) -> int:
     return int(run.outcome.totals.per_worker.get(f"worker {rank}", {}).get("steps", 0))
-
-
-@pytest.fixture(scope="module")
-def fork_server():
-    """One for all runs."""
-    with ForkServer() as one:
-        yield one
 
 
 def test_every_method_has_a_law():

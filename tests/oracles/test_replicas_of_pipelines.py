@@ -25,7 +25,6 @@ from dure.run.callbacks import Callbacks
 from dure.run.config import TrainConfig
 from dure.run.strategy import Strategy, make
 from dure.run.virtual import VirtualRun, VirtualSegment
-from dure.runtime.launch.fork_server import ForkServer
 from dure.runtime.virtual.cluster import Cluster, Event, Machines
 from dure.runtime.virtual.compute import LogNormal
 from dure.sync import CATALOGUE
@@ -301,12 +300,6 @@ def test_resumed_is_uninterrupted(strategy, partition, tmp_path):
 
 
 # ---- on processes
-
-
-@pytest.fixture(scope="module")
-def fork_server():
-    with ForkServer() as one:
-        yield one
 
 
 def test_servers_on_processes_are_the_virtual_ones_also_after_a_failure(fork_server, tmp_path):

@@ -180,12 +180,6 @@ def test_one_slow_worker_and_any_rhythm_of_evaluation_give_one_summary():
 # ---- on processes
 
 
-@pytest.fixture(scope="module")
-def fork_server():
-    with ForkServer() as one:
-        yield one
-
-
 def real(job: str, strategy: str, fork_server: ForkServer) -> Finished:
     name = f"{Path(telling_jobs.__file__)}:{job}"
     return local(name, strategy, fork_server=fork_server, workers=2, steps=STEPS, eval_every=2)

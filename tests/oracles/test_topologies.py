@@ -8,7 +8,6 @@ from support.runs import local
 
 from dure.job.evaluation import Evaluator
 from dure.run.strategy import catalogue
-from dure.runtime.launch.fork_server import ForkServer
 
 SPARSE = f"{sparse_jobs.__file__}:sparse"
 RUNS = {
@@ -18,12 +17,6 @@ RUNS = {
     "shared": (SPARSE, "hogwild shared"),
     "gossip": ("digits-mlp", "ad-psgd gossip"),
 }
-
-
-@pytest.fixture(scope="module")
-def fork_server():
-    with ForkServer() as one:
-        yield one
 
 
 def test_every_topology_is_here():

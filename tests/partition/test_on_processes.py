@@ -21,7 +21,6 @@ from dure.cli.reproduce import namespaces
 from dure.errors import UsageError
 from dure.run import checkpoint
 from dure.run.config import TrainConfig
-from dure.runtime.launch.fork_server import ForkServer
 from dure.runtime.launch.interruption import Interrupted, Interruption
 
 PARTITIONS = [
@@ -41,12 +40,6 @@ ASYNCHRONOUS = [
     "chen:stages=2,delay=2",
 ]
 GRADED = ("step", "updates", "loss", "accuracy")
-
-
-@pytest.fixture(scope="module")
-def fork_server():
-    with ForkServer() as one:
-        yield one
 
 
 def both(fork_server, job, strategy, workers, **options):

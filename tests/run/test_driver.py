@@ -15,17 +15,9 @@ from support.soak import soaked
 
 from dure.errors import DureError
 from dure.run.process import FaultSettings
-from dure.runtime.launch.fork_server import ForkServer
 
 LATEST = 60.0
 """Seconds that anything here may take on a machine that does other things as well."""
-
-
-@pytest.fixture(scope="module")
-def fork_server():
-    """One for all runs but those that need their own: it is up in seconds, a run in a fraction of one."""
-    with ForkServer() as one:
-        yield one
 
 
 @pytest.fixture

@@ -11,17 +11,10 @@ from support.real_runs import Trial, configured
 
 from dure.core.folder_names import LATEST
 from dure.run import checkpoint
-from dure.runtime.launch.fork_server import ForkServer
 from dure.runtime.launch.interruption import Interrupted, Interruption
 
 FAR = 10**6
 """The step of a checkpoint that is never reached."""
-
-
-@pytest.fixture(scope="module")
-def fork_server():
-    with ForkServer() as one:
-        yield one
 
 
 class Terminate:

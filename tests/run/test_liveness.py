@@ -25,12 +25,6 @@ LATEST = 12.0
 """Seconds within which a run with these limits has given a frozen process up, on a machine that does other things."""
 
 
-@pytest.fixture(scope="module")
-def fork_server():
-    with ForkServer() as one:
-        yield one
-
-
 class Stop:
     """Stops a process once all workers have made some steps; continues it once `until` holds."""
 

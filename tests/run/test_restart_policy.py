@@ -18,13 +18,6 @@ from dure.errors import DureError
 from dure.run import checkpoint, restart_policy
 from dure.run.callbacks import Callbacks
 from dure.run.config import TrainConfig
-from dure.runtime.launch.fork_server import ForkServer
-
-
-@pytest.fixture(scope="module")
-def fork_server():
-    with ForkServer() as one:
-        yield one
 
 
 @pytest.fixture(autouse=True)

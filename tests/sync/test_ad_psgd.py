@@ -83,15 +83,16 @@ def test_each_gradient_moves_the_mean_by_its_share_and_by_nothing_else():
         assert float(run.params) == pytest.approx(1.0 + 0.25 * 40 * sum(pushes) / 4, rel=1e-12)
 
 
-def test_on_processes_too():
+def test_on_processes_too(fork_server):
     """Whatever the real order of things: three processes, 300 steps, and nothing is lost or counted twice."""
-    run = local(f"{gossip_jobs.__file__}:linear", "ad-psgd gossip:graph=complete", workers=3, steps=300)
+    job, options = f"{gossip_jobs.__file__}:linear", {"workers": 3, "steps": 300}
+    run = local(job, "ad-psgd gossip:graph=complete", fork_server=fork_server, **options)
     assert float(run.params) == pytest.approx(1.0 + 0.25 * 300 * sum(gossip_jobs.PUSHES) / 3, rel=1e-12)
     sent = [counted["bytes_sent"] for counted in run.outcome.totals.per_worker.values()]
     assert sum(sent) > 0, "on a busy machine one worker may finish before another has begun, but not each in its turn"
 
 
-def test_a_process_that_is_stopped_for_a_while_holds_nobody_up():
+def test_a_process_that_is_stopped_for_a_while_holds_nobody_up(fork_server):
     """The others give up waiting for its answer; when it wakes, nothing has been averaged by half."""
     config = TrainConfig(
         job=f"{gossip_jobs.__file__}:linear",
@@ -112,15 +113,15 @@ def test_a_process_that_is_stopped_for_a_while_holds_nobody_up():
             happened["go on"] = now
             trial.fork_server.signal("worker 1", signal.SIGCONT)
 
-    outcome = trial.run(act)
+    outcome = trial.run(act, fork_server=fork_server)
     assert outcome.params is not None
     assert float(outcome.params) == pytest.approx(1.0 + 0.25 * 1500 * sum(gossip_jobs.PUSHES) / 3, rel=1e-12)
     assert happened["go on"] > happened["stop"], "the others have done their steps meanwhile"
     assert outcome.totals.failures_survived == 0
 
 
-def test_snapshots_are_taken_on_the_way():
-    run = local("digits-mlp", "ad-psgd", workers=2, steps=120, eval_every=50)
+def test_snapshots_are_taken_on_the_way(fork_server):
+    run = local("digits-mlp", "ad-psgd", fork_server=fork_server, workers=2, steps=120, eval_every=50)
     first, second, last = [row["step"] for row in run.outcome.history]  # of the slower
     assert first <= 50
     assert first <= second <= 100

@@ -24,17 +24,10 @@ from dure.job.models.quadratic import Point
 from dure.job.optimizer import OptimizerSpec
 from dure.run.callbacks import Callbacks
 from dure.run.virtual import VirtualRun, VirtualSegment
-from dure.runtime.launch.fork_server import ForkServer
 from dure.runtime.virtual.cluster import Cluster, Event, Machines
 from dure.runtime.virtual.compute import Constant
 from dure.sync.asysvrg import AsySVRG
 from dure.topology.shared_memory.segment import Access, SharedShard
-
-
-@pytest.fixture(scope="module")
-def fork_server():
-    with ForkServer() as one:
-        yield one
 
 
 def gradients(job: Job) -> tuple[Callable[[Tensor, Tensor], Tensor], Tensor]:

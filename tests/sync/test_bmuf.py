@@ -301,9 +301,10 @@ def test_what_is_under_way_survives_a_checkpoint(text, tmp_path):
 @pytest.mark.parametrize(
     "text", ["bmuf:period=4,overlap=3,fragments=2 collective", "diloco:period=4 ps:shards=2", "one-shot collective"]
 )
-def test_real_processes_come_to_the_same(text):
+def test_real_processes_come_to_the_same(text, fork_server):
     options: dict[str, Any] = {"workers": 2, "steps": 14, "dtype": "float64"}
-    real, modelled = local("digits-mlp", text, **options), virtual("digits-mlp", text, **options)
+    real = local("digits-mlp", text, fork_server=fork_server, **options)
+    modelled = virtual("digits-mlp", text, **options)
     assert distance(real.params, modelled.params) < 1e-12
     assert real.summary["samples"] == modelled.summary["samples"]
 

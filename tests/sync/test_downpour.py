@@ -115,8 +115,11 @@ def test_adagrad_with_a_warm_start_stays_where_a_fixed_rate_does_not():
     assert abs(float(warm.params)) < 1
 
 
-def test_for_real_the_others_wait_for_the_warm_start():
-    run = local("digits-mlp", "downpour:warm_start=0.5 ps:shards=2", workers=2, steps=60, lr=0.05)
+REAL = {"workers": 2, "steps": 60, "lr": 0.05}
+
+
+def test_for_real_the_others_wait_for_the_warm_start(fork_server):
+    run = local("digits-mlp", "downpour:warm_start=0.5 ps:shards=2", fork_server=fork_server, **REAL)
     assert [row["steps"] for row in run.outcome.totals.per_worker.values()] == [60, 60]
     assert run.outcome.totals.time["wait"] > 0
     assert run.outcome.history[-1]["accuracy"] > 0.7
@@ -162,8 +165,8 @@ def test_nothing_that_is_on_its_way_is_lost(method):
     assert float(run.params) == 0.125 * 10 * 7.0
 
 
-def test_for_real_with_overlap_every_gradient_counts():
-    run = local("digits-mlp", "downpour:overlap=true ps:shards=2", workers=2, steps=60, lr=0.05)
+def test_for_real_with_overlap_every_gradient_counts(fork_server):
+    run = local("digits-mlp", "downpour:overlap=true ps:shards=2", fork_server=fork_server, **REAL)
     assert run.outcome.totals.counts["updates_applied"] == 120
     assert run.outcome.history[-1]["accuracy"] > 0.7
 
@@ -299,8 +302,8 @@ def test_at_once_what_comes_back_has_the_own_update_in_it():
     assert float(run.params) == pytest.approx(0.6**12, rel=1e-12)
 
 
-def test_for_real_at_once_every_gradient_counts():
-    run = local("digits-mlp", "downpour:at_once=true,warm_start=0.1 ps:shards=2", workers=2, steps=60, lr=0.05)
+def test_for_real_at_once_every_gradient_counts(fork_server):
+    run = local("digits-mlp", "downpour:at_once=true,warm_start=0.1 ps:shards=2", fork_server=fork_server, **REAL)
     assert run.outcome.totals.counts["updates_applied"] == 120
     assert run.outcome.history[-1]["accuracy"] > 0.7
 

@@ -22,18 +22,11 @@ from dure.job.data.dataset import Data
 from dure.job.job import Job, load_job
 from dure.run.config import TrainConfig
 from dure.run.strategy import Strategy
-from dure.runtime.launch.fork_server import ForkServer
 from dure.runtime.virtual.cluster import Cluster, Machines
 from dure.runtime.virtual.compute import Constant
 from dure.sync.hogwild import HogBatch, Hogwild
 
 JOBS = Path(sparse_jobs.__file__)
-
-
-@pytest.fixture(scope="module")
-def fork_server():
-    with ForkServer() as one:
-        yield one
 
 
 def trial_of(name: str, strategy: str, **options: Any) -> Trial:

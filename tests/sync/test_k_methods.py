@@ -296,8 +296,8 @@ def test_five_times_slower_workers_cost_nothing_up_to_the_backups():
 
 
 @pytest.mark.parametrize("method", ["backup", "k-batch-sync:k=1"])
-def test_on_processes_too_nothing_stale_counts(method):
-    run = local("digits-mlp", f"{method} ps:shards=2", workers=2, steps=60)
+def test_on_processes_too_nothing_stale_counts(method, fork_server):
+    run = local("digits-mlp", f"{method} ps:shards=2", fork_server=fork_server, workers=2, steps=60)
     totals = run.outcome.totals
     assert set(totals.staleness.histogram) == {0}
     assert totals.counts["updates_applied"] + totals.counts["updates_refused"] >= 60

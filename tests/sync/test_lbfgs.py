@@ -281,7 +281,7 @@ def test_one_worker_five_times_slower_costs_at_most_a_portion(workers, push_ever
     assert times[1] - times[0] < 1000 * 0.01 / (workers - 0.8) + 0.01 + asks * 0.002
 
 
-def test_a_killed_process_leaves_no_trace_in_it():
+def test_a_killed_process_leaves_no_trace_in_it(fork_server):
     """Real processes: one is killed in the middle of the batch, and started again."""
     job = f"{Path(dyadic_jobs.__file__)}:slow_dyadic"
     strategy = "lbfgs:m=0,iterations=1,search=backtracking,push_every=4 ps:shards=2"
@@ -298,13 +298,13 @@ def test_a_killed_process_leaves_no_trace_in_it():
             done.add("start")
             trial.driver.start("worker 1")
 
-    outcome = trial.run(act)
+    outcome = trial.run(act, fork_server=fork_server)
     assert done == {"kill", "start"}
     assert outcome.params.equal(stepped())
     assert outcome.totals.failures_survived == 1
 
 
-def test_who_stands_still_is_not_waited_for_at_the_end():
+def test_who_stands_still_is_not_waited_for_at_the_end(fork_server):
     """A real worker that is stopped for good: the others finish, and the run ends without it."""
     job = f"{Path(dyadic_jobs.__file__)}:slow_dyadic"
     strategy = "lbfgs:m=0,iterations=1,search=backtracking ps"
@@ -317,7 +317,7 @@ def test_who_stands_still_is_not_waited_for_at_the_end():
             stopped.append(True)
             trial.fork_server.signal("worker 2", signal.SIGSTOP)
 
-    outcome = trial.run(act)
+    outcome = trial.run(act, fork_server=fork_server)
     assert stopped
     assert outcome.params.equal(stepped())
     assert outcome.totals.failures_survived == 1
@@ -353,10 +353,10 @@ def test_an_interval_shorter_than_an_iteration_gives_a_checkpoint_per_iteration(
     assert len(list((tmp_path / "run" / "checkpoints").glob("step-*"))) >= 2
 
 
-def test_the_work_ends_in_time():
+def test_the_work_ends_in_time(fork_server):
     run = virtual("digits-mlp", "lbfgs ps", Cluster.uniform(4, compute=Constant(seconds=0.01)), seconds=1.0)
     assert 1.0 <= run.seconds < 1.3
-    real = local("digits-mlp", "lbfgs ps", workers=2, seconds=0.5)
+    real = local("digits-mlp", "lbfgs ps", fork_server=fork_server, workers=2, seconds=0.5)
     assert real.seconds < 3.0
 
 

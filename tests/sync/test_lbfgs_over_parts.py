@@ -17,7 +17,6 @@ from dure.job.job import load_job
 from dure.run.callbacks import Callbacks
 from dure.run.config import TrainConfig
 from dure.run.virtual import VirtualRun
-from dure.runtime.launch.fork_server import ForkServer
 from dure.runtime.virtual.cluster import Cluster, Link, Machines
 from dure.runtime.virtual.compute import Constant
 from dure.topology.parameter_server.joint import joint_fields
@@ -26,12 +25,6 @@ JOB = "digits-local:channels=2"
 LBFGS = "lbfgs:batch=210,iterations=4,m=3"
 UNITS = "neurons:ways=2,assignment=random"
 OPTIONS = {"steps": 200, "seed": 3, "dtype": "float64", "batch_size": 40}  # a batch ends in a portion of 10
-
-
-@pytest.fixture(scope="module")
-def fork_server():
-    with ForkServer() as one:
-        yield one
 
 
 @pytest.fixture(scope="module")

@@ -15,16 +15,9 @@ from dure.errors import StrategyError, UsageError
 from dure.partition.methods.neurons import Neurons
 from dure.partition.neurons.layers import unit_model
 from dure.partition.neurons.traffic import traffic, words_sent
-from dure.runtime.launch.fork_server import ForkServer
 
 OPTIONS = {"steps": 4, "seed": 3, "dtype": "float64", "batch_size": 8, "optimizer": "momentum:lr=0.1"}
 LOCAL = "digits-local:channels=2"
-
-
-@pytest.fixture(scope="module")
-def fork_server():
-    with ForkServer() as one:
-        yield one
 
 
 @pytest.mark.parametrize(

@@ -15,19 +15,12 @@ from support.stage_jobs import job_text
 
 from dure.run import checkpoint
 from dure.run.config import TrainConfig
-from dure.runtime.launch.fork_server import ForkServer
 from dure.runtime.launch.interruption import Interrupted, Interruption
 
 OPTIONS = {"steps": 8, "eval_every": 3, "checkpoint_every": 3, "seed": 3, "dtype": "float64"}
 MESH = f"gpipe:stages=2,micro=2+{pairs(2)}"
 GPT = "char-gpt:layers=1,width=8,heads=2,context=8,tied=true"
 GRADED = ("step", "updates", "loss", "accuracy")
-
-
-@pytest.fixture(scope="module")
-def fork_server():
-    with ForkServer() as one:
-        yield one
 
 
 def config(job, partition, out, **options):

@@ -13,7 +13,6 @@ from support.stage_jobs import job_text, plain
 
 from dure.run.callbacks import Callbacks
 from dure.run.virtual import VirtualRun, VirtualSegment
-from dure.runtime.launch.fork_server import ForkServer
 
 GPT = "char-gpt:layers=2,width=16,heads=2,context=12"
 TIED = f"{GPT},tied=true"
@@ -33,12 +32,6 @@ def whole(copies, job=GPT, **options) -> Finished:
 
 def distance(one, other):
     return float((one.params - other.params).abs().max())
-
-
-@pytest.fixture(scope="module")
-def fork_server():
-    with ForkServer() as one:
-        yield one
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,6 @@ from support.shared_layers import pairs
 from support.soak import soaked
 from support.stage_jobs import job_text
 
-from dure.runtime.launch.fork_server import ForkServer
-
 OPTIONS = {"steps": 6, "seed": 3, "dtype": "float64", "eval_every": 3, "optimizer": "momentum:lr=0.1"}
 
 MESHES = [  # partition, and the workers of one copy of the model
@@ -19,12 +17,6 @@ MESHES = [  # partition, and the workers of one copy of the model
     (f"gpipe:stages=2,micro=2,cuts=2+{pairs(2)}", 4),
     (f"gpipe:stages=2,micro=3,cuts=2,remat=true+{pairs(2)}", 4),
 ]
-
-
-@pytest.fixture(scope="module")
-def fork_server():
-    with ForkServer() as one:
-        yield one
 
 
 @pytest.mark.parametrize("replicas", [1, 2])

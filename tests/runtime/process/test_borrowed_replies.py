@@ -16,6 +16,7 @@ from dure.run.config import TrainConfig
 from dure.run.prebuilt import Prebuilt
 from dure.run.resolve import resolve
 from dure.run.virtual import VirtualRun, VirtualSegment
+from dure.runtime.launch.fork_server import ForkServer
 from dure.runtime.virtual.cluster import Cluster
 from dure.sync.worker import Worker
 from dure.topology.parameter_server.buffers import Buffer
@@ -107,11 +108,13 @@ def job():
 
 
 @pytest.mark.parametrize("method", ["ssp:bound=0", "bsp", "downpour:at_once=true"])
-def test_across_processes_a_worker_computes_on_what_is_lent_as_in_virtual_time(method: str, tmp_path: Path) -> None:
+def test_across_processes_a_worker_computes_on_what_is_lent_as_in_virtual_time(
+    method: str, tmp_path: Path, fork_server: ForkServer
+) -> None:
     file = tmp_path / "job.py"
     file.write_text(BIG)
     workers = 1 if method.startswith("downpour") else 2
     options: dict[str, Any] = {"workers": workers, "steps": 6}
-    real = local(f"{file}:job", f"{method} ps", **options)
+    real = local(f"{file}:job", f"{method} ps", fork_server=fork_server, **options)
     assert torch.allclose(real.params, virtual(f"{file}:job", f"{method} ps", **options).params, rtol=0, atol=1e-6)
     assert real.outcome.totals.counts["updates_applied"] == 6 * workers

@@ -19,6 +19,7 @@ from support.runs import bowls, local, virtual
 from dure.core.node import Address, EndOfWork, Operation, Suspend
 from dure.errors import Evicted, Refused
 from dure.job.optimizer import OptimizerSpec
+from dure.runtime.launch.fork_server import ForkServer
 from dure.runtime.process.node import ProcessNode
 from dure.runtime.virtual.cluster import Cluster, Link, Machines
 from dure.runtime.virtual.compute import Constant, LogNormal
@@ -383,8 +384,8 @@ def test_who_may_be_stopped_while_it_waits_is_told_before_that_its_update_is_the
 
 
 @pytest.mark.parametrize("method", ["ssp:bound=1", "bsp"])
-def test_for_real_every_gradient_counts(method: str) -> None:
-    run = local("digits-mlp", f"{method} ps", workers=2, steps=40, lr=0.05)
+def test_for_real_every_gradient_counts(method: str, fork_server: ForkServer) -> None:
+    run = local("digits-mlp", f"{method} ps", fork_server=fork_server, workers=2, steps=40, lr=0.05)
     assert run.outcome.totals.counts["updates_applied"] == 80
     workers = run.outcome.totals.per_worker.values()
     assert all(row["messages"] < 40 + 20 for row in workers), "a request a step, and some to come and to go"
