@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from dure.rl.jobs import apex
 
 SEED = 3
-RUN = {"workers": 1, "seed": SEED, "optimizer": "adam:lr=0.001,eps=1e-8", "eval_every": 10_000}
+RUN = {"workers": 1, "seed": SEED, "optimizer": "adam:lr=0.01,eps=1e-8", "eval_every": 10_000}
 JOBS = Path(rl_jobs.__file__)
 
 
@@ -26,7 +26,7 @@ def network() -> nn.Module:
 
 def plain(updates: int, **settings) -> Tensor:
     def adam(parameters):
-        return torch.optim.Adam(parameters, lr=1e-3, foreach=False)
+        return torch.optim.Adam(parameters, lr=0.01, foreach=False)
 
     return PlainDqn(rl_jobs.short_cartpole, network, adam, SEED, capacity=400, **settings).run(updates)
 
