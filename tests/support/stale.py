@@ -11,6 +11,7 @@ import torch
 from dure.core.node import Call, Loop, Operation, Reply, Work
 from dure.job.optimizer import OptimizerSpec
 from dure.run.strategy import make
+from dure.sync.base import server_rule_of
 from dure.sync.corrected import corrections, server_optimizer
 from dure.topology.parameter_server.corrections import Corrections
 from dure.topology.parameter_server.shard import Shard
@@ -52,7 +53,13 @@ class Bench:
         values = torch.as_tensor(start, dtype=torch.float64)
         self.spec = server_optimizer(self.method, OptimizerSpec(**optimizer), workers)
         self.node = Instant()
-        self.shard = Shard(self.node, values, self.spec, corrections=Corrections.of(corrections(self.method)))
+        self.shard = Shard(
+            self.node,
+            values,
+            self.spec,
+            corrections=Corrections.of(corrections(self.method)),
+            max_delay=server_rule_of(self.method).max_delay,
+        )
         self.read: dict[int, tuple[int, torch.Tensor]] = {}
         self.seq = [0] * workers
         for worker in range(workers):

@@ -66,6 +66,11 @@ class ServerSide:
         """The corrections of stale gradients at the shards."""
         return corrections(self.sync)
 
+    @property
+    def max_delay(self) -> int | None:
+        """The largest staleness of an update that the shards apply on arrival; None: any."""
+        return server_rule_of(self.sync).max_delay
+
     def optimizer(self, optimizer: OptimizerSpec) -> OptimizerSpec:
         """The optimizer of the shards, given the job's. Raises `StrategyError` where a remedy does not suit it."""
         return server_optimizer(self.sync, optimizer, self.workers)

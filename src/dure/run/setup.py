@@ -213,6 +213,7 @@ class Setup:
             delivers=traits.delivers,
             vectors=traits.vectors,
             corrections=side.corrections,
+            max_delay=side.max_delay,
             server_optimizer=side.optimizer,
             own_server_rule=side.own_rule,
         )

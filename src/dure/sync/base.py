@@ -80,13 +80,15 @@ class ServerRule:
 
     `policy` admits updates and orders them in groups; without one each update is applied on arrival. `reduce` makes one
     update of a group: the `"mean"`, weighted by batch size, or the `"sum"`. `optimizer` applies the result. `quorum`
-    gives the number of updates in a group for a number of workers; without it a group has one update of each worker.
+    gives the number of updates in a group for a number of workers; without it a group has one update of each worker. Of
+    updates that are applied on arrival, a shard refuses those whose staleness is above `max_delay`.
     """
 
     optimizer: OptimizerSpec
     policy: Policy | None = None
     reduce: Literal["mean", "sum"] = "mean"
     quorum: Callable[[int], int] | None = None
+    max_delay: int | None = None
 
     def averaged(self, workers: int) -> int:
         """Return the number of gradients whose mean is one update."""

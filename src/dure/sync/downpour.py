@@ -20,10 +20,12 @@ Dean et al., "Large Scale Distributed Deep Networks", NeurIPS 2012, algorithm 7.
 | push, fetch in own threads  | `overlap`: beside the next gradient, one of each at a time        |
 | warm start with one replica | `warm_start`, a share of the steps; about 0.05 in the paper       |
 | push, then fetch            | `at_once`: in one call, a round trip less in every step           |
+| gradients too old count     | `max_delay`: refused, as in Nair et al. (2015), section 5         |
 | shards apart                | each applies on arrival; shards may differ in order               |
 
 The staleness of a push is counted from the last fetch before its last gradient. The end of the work is checked before
-a fetch, so that each fetch has a gradient that uses it.
+a fetch, so that each fetch has a gradient that uses it. With `max_delay` each shard refuses a push that is staler than
+that, by its own versions; the push is counted as refused, and its worker goes on.
 
 One worker with ``n_push = n_fetch = 1`` is serial SGD. A slow worker delays no other; its gradients are stale. If a
 worker fails, the others go on; another worker continues its warm start. A newcomer makes all its steps.
@@ -71,6 +73,9 @@ class Downpour:
     )
     overlap: bool = parameter(False, "pushes and pulls travel during the next gradient")
     at_once: bool = parameter(False, "one call in every step pushes the gradient and brings back the model")
+    max_delay: int | None = parameter(
+        None, "largest staleness of a push that a shard applies; it refuses others; none: any", range=">= 0"
+    )
 
     traits: ClassVar[Traits] = Traits(
         topologies=("ps",),
@@ -93,6 +98,8 @@ class Downpour:
             raise ValueError(
                 "at_once pushes and fetches after every step: leave out n_push, n_fetch, local_lr, overlap."
             )
+        if self.max_delay is not None and self.max_delay < 0:
+            raise ValueError(f"max_delay counts versions and must be >= 0, got {self.max_delay}. Leave it out for any.")
         if not 0 <= self.warm_start < 1:
             raise ValueError(f"warm_start is a share of the steps, from 0 to below 1, got {self.warm_start}. Use 0.05.")
 
@@ -106,7 +113,8 @@ class Downpour:
             optimizer = replace(optimizer, name="sgd", momentum=0.0, nesterov=False)
         elif self.server != "job":
             optimizer = replace(optimizer, name=self.server)
-        return ServerRule(optimizer, OneFirst() if self.warm_start else None, reduce="sum")
+        first = OneFirst() if self.warm_start else None
+        return ServerRule(optimizer, first, reduce="sum", max_delay=self.max_delay)
 
     async def work(self, worker: Worker) -> None:
         try:

@@ -53,9 +53,9 @@ class MethodNeeds:
 
     `ordered`: the servers' clock decides the order of updates. `coordinated`: a coordinator at server 0 leads the
     method. `delivers`: the name of the model that workers deliver ("mean": the mean of all workers' models). `vectors`:
-    what the method keeps beside the model in shared memory. `corrections` of stale gradients at servers. The servers'
-    optimizer is `server_optimizer` of the job's; it may raise `StrategyError`. With `own_server_rule` it does not
-    depend on the job's.
+    what the method keeps beside the model in shared memory. `corrections` of stale gradients at servers, which refuse
+    those of a staleness above `max_delay`. The servers' optimizer is `server_optimizer` of the job's; it may raise
+    `StrategyError`. With `own_server_rule` it does not depend on the job's.
     """
 
     ordered: bool
@@ -63,6 +63,7 @@ class MethodNeeds:
     delivers: str
     vectors: Sequence[str]
     corrections: Sequence[Correction]
+    max_delay: int | None
     server_optimizer: Callable[[OptimizerSpec], OptimizerSpec]
     own_server_rule: bool
 

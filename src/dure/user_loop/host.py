@@ -87,8 +87,8 @@ class ShardHost:
         segments = restrict([GroupRange(*segment) for segment in request["segments"]], ranges)
         spec = OptimizerSpec(**{**request["optimizer"], "betas": tuple(request["optimizer"]["betas"])})
         side = ServerSide(make(request["sync"], "sync"), request["workers"], request["shards"])
-        remedies = Corrections.of(side.corrections)
-        server = HostedServer(node, Shard(node, values, spec, ranges=ranges, segments=segments, corrections=remedies))
+        remedies: dict[str, Any] = {"corrections": Corrections.of(side.corrections), "max_delay": side.max_delay}
+        server = HostedServer(node, Shard(node, values, spec, ranges=ranges, segments=segments, **remedies))
         if request["number"] == 0:
             # The user's loop may rest as long as it likes, to evaluate or to save: no worker is evicted.
             server.clock = side.clock(node, present=range(request["workers"]), evict_seconds=math.inf)

@@ -31,13 +31,15 @@ if TYPE_CHECKING:
 class Rule(NamedTuple):
     """How a shard makes a step of a group: `vote` in place of a mean or a sum, `corrections`, then the `optimizer`.
 
-    `optimizer` is None in a timing-only run. `coder` encodes and decodes what is voted on.
+    `optimizer` is None in a timing-only run. `coder` encodes and decodes what is voted on. Of updates that wait for no
+    group, those of a staleness above `max_delay` make no step.
     """
 
     optimizer: FlatOptimizer | None
     corrections: Corrections | None = None
     coder: Coder | None = None
     vote: Vote | None = None
+    max_delay: int | None = None
 
     @property
     def looks_back(self) -> bool:
@@ -188,6 +190,10 @@ class Updater:
             correct = self._correcting(corrections, [(fields["worker"], fields["seq"], fields.get("base"), gradient)])
 
         def step() -> None:
+            if self._too_stale(fields):
+                self._staging.refused += 1
+                self._finished(fields["worker"], fields["seq"])
+                return
             current = versions.current
             in_place = optimizer is not None and current.holders == 1
             fresh = current if in_place else versions.pool.take()
@@ -202,6 +208,11 @@ class Updater:
             versions.advance(fresh, self.gradients)
 
         return Apply(step, self._apply_one.nbytes)
+
+    def _too_stale(self, fields: Mapping[str, Any]) -> bool:
+        """Whether an update is refused for its staleness. One without a gradient never is."""
+        most = self.rule.max_delay
+        return most is not None and not fields.get("void") and self.versions.behind(fields.get("base")) > most
 
     # ---- beside updates
 
@@ -244,14 +255,18 @@ class Updater:
     def _count(self, worker: int, incarnation: int, seq: int, base: int | None, gradients: int, *, void: bool) -> None:
         """Count an update, before its version is the newest. A void one is logged, and not applied."""
         self.gradients += gradients
-        if self.rule.corrections is not None:
-            self.rule.corrections.done(worker, seq)
+        self._finished(worker, seq)
         if not void:
             self.applied += 1
             behind = self.versions.behind(base)
             self.staleness[behind] = self.staleness.get(behind, 0) + 1
         if self.log is not None:
             self.log.append((worker, incarnation, seq))
+
+    def _finished(self, worker: int, seq: int) -> None:
+        """Let go what corrections hold for an update that has been applied or refused."""
+        if self.rule.corrections is not None:
+            self.rule.corrections.done(worker, seq)
 
     # ---- checkpoints
 

@@ -57,7 +57,8 @@ class Shard:
     `log` keeps (worker, incarnation, seq) of everything applied, for `status`. `corrections` change each gradient
     before it is applied (`corrections`). With a `coder`, an update is pushed as its message. With a `vote`, members of
     a group are put to the vote in place of `reduce`: `follow` gives a worker at version `has` the message of the vote
-    that leads from there (`verdicts`).
+    that leads from there (`verdicts`). An update on arrival whose staleness here is above `max_delay` is refused: it is
+    acknowledged, and not applied.
 
     | method   | fields                                                  | tensors | reply                         |
     |----------|---------------------------------------------------------|---------|-------------------------------|
@@ -97,6 +98,7 @@ class Shard:
         corrections: Corrections | None = None,
         coder: Coder | None = None,
         vote: Vote | None = None,
+        max_delay: int | None = None,
     ) -> None:
         self.node = node
         sizes = [values.numel()] if ranges is None else [stop - start for start, stop in ranges]
@@ -104,7 +106,7 @@ class Shard:
         optimizer = None
         if not timing_only:
             optimizer = FlatOptimizer(spec, values.numel(), values.dtype, segments=segments, device=values.device)
-        rule = Rule(optimizer, corrections, coder, vote)
+        rule = Rule(optimizer, corrections, coder, vote, max_delay)
         self.versions = Versions(node, values, sizes)
         self.staging = StagingArea(self.versions, corrections, coder)
         self.updater = Updater(rule, self.versions, self.staging, values.nbytes, log=log)

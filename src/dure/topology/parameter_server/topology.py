@@ -47,6 +47,7 @@ class ServerTopology(Topology):
         more: dict[str, Any] = {
             "log": log,
             "corrections": Corrections.of(plan.method.corrections),
+            "max_delay": plan.method.max_delay,
         }
         if plan.codec is not None:
             more |= {"coder": plan.codec.coder(self.layouts[number]), "vote": plan.codec.vote()}
