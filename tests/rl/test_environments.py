@@ -221,7 +221,30 @@ def test_observations_must_be_arrays():
         Environments(Tagged, 0, 0)
 
 
+def test_environments_whose_packages_are_not_installed():
+    gymnasium.register("Missing-v0", entry_point="no_such_package:Missing")
+    try:
+        with pytest.raises(UsageError, match="cannot be made: No module named 'no_such_package'"):
+            Environments(environment("Missing-v0"), 1, 0)
+    finally:
+        del gymnasium.registry["Missing-v0"]
+
+
 # ---- Atari
+
+
+@pytest.mark.parametrize("text", ["Pong-v5", "ALE/pong", "ALE/Pogn-v5"])
+def test_games_that_do_not_exist(text):
+    pytest.importorskip("ale_py")
+    with pytest.raises(UsageError, match="Did you mean ALE/Pong-v5"):
+        environment(text)
+
+
+def test_games_without_repeated_actions_are_processed_too():
+    pytest.importorskip("ale_py")
+    environments = Environments(environment("PongNoFrameskip-v4"), 1, 0)
+    assert environments.frames_per_step == 4
+    assert environments.observations.shape == (1, 4, 84, 84)
 
 
 def test_atari_games_are_processed():

@@ -11,7 +11,8 @@ that the action led to (`final`), which belongs in a transition, and the one to 
 
 Atari games get the processing of Machado et al. (2018): an action is repeated for 4 frames, frames are gray with
 84 x 84 pixels, an observation is a stack of 4, up to 30 no-ops start an episode, and a lost life does not end it.
-Learning sees their rewards clipped to [-1, 1]; the return of an episode is the sum of the game's own rewards.
+Learning sees their rewards clipped to [-1, 1]; the return of an episode is the sum of the game's own rewards. Ids such
+as ALE/Pong-v5 repeat the last action with a probability of 0.25; PongNoFrameskip-v4 does not, as the papers' games.
 """
 
 from __future__ import annotations
@@ -168,14 +169,19 @@ def _library(package: str, extra: str, text: str) -> ModuleType:
 
 def _unknown(name: str, known: Iterable[str]) -> str:
     """The text of an error: Gymnasium has no environment `name`."""
-    plain = {re.sub(r"^ALE/|-v\d+$", "", each).lower(): each for each in sorted(known)}
+    plain = {re.sub(r"^ALE/|-v\d+$", "", each).lower(): each for each in sorted(known, key=_rank)}
     asked = re.sub(r"^ALE/|-v\d+$", "", name).lower()
-    similar = [plain[each] for each in get_close_matches(asked, plain, n=3, cutoff=0.6)]
+    similar = [plain[each] for each in get_close_matches(asked, plain, n=3, cutoff=0.7)]
     advice = (
         f"Did you mean {' or '.join(similar)}?" if similar else "Write an id such as CartPole-v1, or FILE.py:FUNCTION."
     )
     games = "" if importlib.util.find_spec("ale_py") else ' Atari games (ALE/Pong-v5) need pip install "dure[atari]".'
     return f"Gymnasium has no environment {name!r}. {advice}{games}"
+
+
+def _rank(name: str) -> tuple[bool, str]:
+    """Of the ids of a game, that of `ALE/` comes last."""
+    return name.startswith("ALE/"), name
 
 
 def _of_file(file: str, name: str) -> Factory:
@@ -218,8 +224,8 @@ def _made(factory: Factory) -> gymnasium.Env[Any, Any]:
 
     try:
         made = factory()
-    except gymnasium.error.Error as error:  # among others, a package of the environment that is missing
-        raise UsageError(f"the environment cannot be made: {error}") from error
+    except (gymnasium.error.Error, ImportError) as error:  # among others, a package of the environment is missing
+        raise UsageError(f"the environment cannot be made: {str(error).rstrip('.')}.") from error
     if not isinstance(made, gymnasium.Env):
         raise UsageError(f"an environment must be a gymnasium.Env, got {type(made).__name__}. Return one.")
     arrays(made.observation_space)
