@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from support import stage_jobs
-from support.runs import resume_local, virtual
+from support.runs import recorded, resume_local, virtual
 from support.soak import soaked
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -246,16 +246,16 @@ REAL = ["bsp collective", "bsp collective:algorithm=tree", "bsp ps:shards=2", "d
 
 
 @pytest.mark.parametrize("strategy", [*REAL[0::2], *soaked(*REAL[1::2])])
-def test_a_real_run_is_resumed(strategy, tmp_path):
+def test_a_real_run_is_resumed(strategy, tmp_path, fork_server):
     """From its first checkpoint, as if it had been killed before the next. BSP comes to the same end."""
     options: dict[str, Any] = {"workers": 2, "steps": 12, "dtype": "float64", "optimizer": "momentum"}
     record: dict[str, Any] = {"out": tmp_path / "run", "checkpoint_every": 5, "eval_every": 3}
-    whole = dure.train("digits-mlp", strategy=strategy, on="local", **record, **options)
+    whole = recorded("digits-mlp", strategy, fork_server, **record, **options)
     places = tmp_path / "run" / "checkpoints"
     assert sorted(path.name for path in places.glob("step-*")) == ["step-10", "step-5"]
     shutil.rmtree(places / "step-10")
     (tmp_path / "run" / "summary.json").unlink()
-    resumed = resume_local(tmp_path / "run")
+    resumed = resume_local(tmp_path / "run", fork_server)
     assert resumed.summary["samples"] == whole.summary()["samples"] == 2 * 12 * 32
     assert resumed.summary["updates_applied"] == whole.summary()["updates_applied"]
     assert [resumed.outcome.totals.per_worker[f"worker {rank}"]["steps"] for rank in range(2)] == [12, 12]

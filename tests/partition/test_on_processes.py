@@ -97,7 +97,7 @@ def test_a_batch_of_uneven_micro_batches_in_pipelines_of_unequal_batches(fork_se
     check_equal(*both(fork_server, "plain", strategy, 4, batch_sizes=(7, 10)), within=1e-12)
 
 
-def test_a_worker_in_an_all_reduce_hands_out_messages():
+def test_a_worker_in_an_all_reduce_hands_out_messages(fork_server):
     """Otherwise this run would never end: see `late_requests`."""
     deadline = time.monotonic() + 30
 
@@ -107,15 +107,16 @@ def test_a_worker_in_an_all_reduce_hands_out_messages():
     options = {"workers": 4, "steps": 4, "seed": 3, "eval_every": 100}
     strategy = "bsp collective pipedream:stages=2"
     config = TrainConfig(job=job_text("late_requests"), strategy=strategy, on="local", **options)
-    really = Trial(config).run(act)
+    really = Trial(config).run(act, fork_server=fork_server)
     assert torch.equal(really.params, virtual(job_text("plain"), strategy, **options).params)
 
 
-def test_a_worker_does_not_finish_before_its_last_message_is_fetched():
+def test_a_worker_does_not_finish_before_its_last_message_is_fetched(fork_server):
     """It would count the bytes that it has sent without that message."""
     options = {"workers": 2, "steps": 3, "seed": 3}
-    really = local(job_text("slow_requests"), "bsp collective pipedream:stages=2", **options)
-    there = virtual(job_text("plain"), "bsp collective pipedream:stages=2", **options)
+    strategy = "bsp collective pipedream:stages=2"
+    really = local(job_text("slow_requests"), strategy, fork_server=fork_server, **options)
+    there = virtual(job_text("plain"), strategy, **options)
     sent = [run.summary["per_worker"]["worker 1"]["bytes_sent"] for run in (really, there)]
     assert sent[0] == sent[1] == 3 * 10 * 12 * 4
 

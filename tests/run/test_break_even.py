@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from support.runs import recorded
 
 import dure
 from dure.core.cost import CodecCost, Line
@@ -12,6 +13,7 @@ from dure.run.break_even import BANDWIDTHS, StepBytes, break_even, break_even_su
 from dure.run.config import TrainConfig
 from dure.run.outcome import Totals
 from dure.run.resolve import resolve
+from dure.runtime.launch.fork_server import ForkServer
 from dure.runtime.virtual.cluster import Cluster, Link, Machines
 from dure.runtime.virtual.compute import Constant
 
@@ -104,8 +106,8 @@ def test_in_which_order_workers_were_counted_makes_no_difference() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["bsp collective 1bit", "bsp ps:shards=2 1bit"])
-def test_after_a_real_run_the_codec_is_measured(strategy: str) -> None:
-    run = dure.train("digits-mlp", strategy=strategy, on="local", workers=2, steps=3)
+def test_after_a_real_run_the_codec_is_measured(strategy: str, fork_server: ForkServer) -> None:
+    run = recorded("digits-mlp", strategy, fork_server, workers=2, steps=3)
     found = run.summary()["payoff"]
     assert found["bytes"] < found["bytes_fp32"]
     assert (found["costs"], found["link"]) == ("measured", None)

@@ -59,10 +59,10 @@ def check_exactly_once(trial, notes, outcome, kills):
     "strategy",
     ["ssp:bound=3 ps:shards=3", "downpour:at_once=true ps", *soaked("ssp:bound=3 ps", "downpour ps:shards=3")],
 )
-def test_ten_kills_in_the_middle_of_pushes_lose_nothing_and_repeat_nothing(strategy, tmp_path):
+def test_ten_kills_in_the_middle_of_pushes_lose_nothing_and_repeat_nothing(strategy, tmp_path, fork_server):
     trial = Trial(configured("counted", strategy, workers=4, steps=800, data=tmp_path))
     killer = Killer(10, seed=3, pause=0.05)
-    outcome = trial.run(killer)
+    outcome = trial.run(killer, fork_server=fork_server)
     notes = Notes(tmp_path)
     assert len(killer.killed) == 10
     assert notes.cut_short, "no kill came while something was pushed: the fault did not fire"

@@ -69,13 +69,13 @@ def in_order(log: list[tuple[int, int, int]], worker: int) -> list[int]:
     return [seq for who, _, seq in log if who == worker]
 
 
-def test_servers_that_apply_on_arrival_come_back_alone_and_apply_nothing_twice(tmp_path):
+def test_servers_that_apply_on_arrival_come_back_alone_and_apply_nothing_twice(tmp_path, fork_server):
     out, notes_folder = tmp_path / "run", tmp_path / "notes"
     notes_folder.mkdir()
     options = {"workers": 3, "steps": 300, "data": notes_folder, "out": out, "checkpoint_every": 50}
     trial = Trial(configured("counted_slowly", "downpour ps:shards=3", **options))
     killer = ServerKiller(["server 1", "server 2", "server 1"], out / "checkpoints")
-    outcome = trial.run(killer)
+    outcome = trial.run(killer, fork_server=fork_server)
     assert killer.killed == ["server 1", "server 2", "server 1"], "a fault did not fire"
     assert outcome.totals.failures_survived == 3
     assert outcome.notes["deaths"] == dict.fromkeys(("server 1", "server 2"), "killed by signal 9 (SIGKILL)")

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from dure.job.data.dataset import Data
 from dure.job.job import Job
 from dure.job.optimizer import OptimizerSpec
+from dure.report.run import Run
 from dure.run.callbacks import Callbacks
 from dure.run.checkpoint import Parts
 from dure.run.config import TrainConfig
@@ -23,6 +24,7 @@ from dure.run.prebuilt import Prebuilt
 from dure.run.resolve import resolve
 from dure.run.resume import resumed as resumed_config
 from dure.run.setup import Setup
+from dure.run.train import run
 from dure.run.virtual import VirtualRun
 from dure.runtime.launch.fork_server import ForkServer
 from dure.runtime.virtual.cluster import Cluster
@@ -72,12 +74,18 @@ def local(job: str, strategy: str, *, fork_server: ForkServer | None = None, **o
     return Finished(setup, run_processes(setup, callbacks, None, None, fork_server=fork_server), rows)
 
 
-def resume_local(folder: Path) -> Finished:
+def recorded(job: str, strategy: str, fork_server: ForkServer, **options: Any) -> Run:
+    """What `dure.train` does on processes of this machine, with a fork server that serves other runs too."""
+    return run(TrainConfig(job=job, strategy=strategy, on="local", **options), Prebuilt(fork_server=fork_server))
+
+
+def resume_local(folder: Path, fork_server: ForkServer | None = None) -> Finished:
     """The run in `folder`, from its last checkpoint on processes of this machine to its end."""
     setup, _ = resolve(resumed_config(TrainConfig(resume=folder)))
     rows: list[dict[str, Any]] = []
     place = folder / "checkpoints"
-    return Finished(setup, run_processes(setup, Callbacks(row=rows.append), place, place), rows)
+    callbacks = Callbacks(row=rows.append)
+    return Finished(setup, run_processes(setup, callbacks, place, place, fork_server=fork_server), rows)
 
 
 class Bowls(nn.Module):

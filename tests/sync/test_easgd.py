@@ -181,14 +181,16 @@ def test_a_death_leaves_the_center_and_a_newcomer_starts_there():
     assert x[1] != x[0]
 
 
-def test_its_result_is_the_center_on_processes_too():
+def test_its_result_is_the_center_on_processes_too(fork_server):
     """Synchronously it is determined: real and virtual runs deliver the same, which is no worker's model."""
     options = {"workers": 2, "steps": 7, "dtype": "float64"}
     for method in METHODS:
         strategy = f"{method}:period=3 collective"
-        real, modelled = (run("quadratic", strategy, **options) for run in (local, virtual))
+        real = local("quadratic", strategy, fork_server=fork_server, **options)
+        modelled = virtual("quadratic", strategy, **options)
         assert float((real.params - modelled.params).abs().max()) < 1e-12
-    assert local("quadratic", "easgd:period=3 ps", **options).params.isfinite().all()
+    over_servers = local("quadratic", "easgd:period=3 ps", fork_server=fork_server, **options)
+    assert over_servers.params.isfinite().all()
 
 
 @pytest.mark.parametrize("topology", ["ps", "collective"])

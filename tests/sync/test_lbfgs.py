@@ -14,7 +14,7 @@ import torch
 from support import dyadic_jobs
 from support.nodes import World
 from support.real_runs import Trial
-from support.runs import local, resolved, resume_local, virtual
+from support.runs import local, recorded, resolved, resume_local, virtual
 from torch.nn.functional import cross_entropy
 
 import dure
@@ -327,17 +327,17 @@ def test_who_stands_still_is_not_waited_for_at_the_end(fork_server):
 # ---- checkpoints, ends, refusals
 
 
-def test_a_real_run_is_resumed(tmp_path):
+def test_a_real_run_is_resumed(tmp_path, fork_server):
     """From its first checkpoint, as if it had been killed before the next."""
     options: dict[str, Any] = {"workers": 2, "steps": 60, "dtype": "float64"}
     record: dict[str, Any] = {"out": tmp_path / "run", "checkpoint_every": 20, "eval_every": 10}
     strategy = "lbfgs:batch=128 ps:shards=2"
-    whole = dure.train("digits-mlp", strategy=strategy, on="local", **record, **options)
+    whole = recorded("digits-mlp", strategy, fork_server, **record, **options)
     places = tmp_path / "run" / "checkpoints"
     assert sorted(path.name for path in places.glob("step-*")) == ["step-20", "step-40"]
     shutil.rmtree(places / "step-40")
     (tmp_path / "run" / "summary.json").unlink()
-    resumed = resume_local(tmp_path / "run")
+    resumed = resume_local(tmp_path / "run", fork_server)
     assert resumed.summary["accuracy"] > 0.85
     assert whole.summary()["accuracy"] > 0.85
     assert abs(resumed.summary["samples"] - whole.summary()["samples"]) < 0.3 * whole.summary()["samples"]
@@ -345,10 +345,10 @@ def test_a_real_run_is_resumed(tmp_path):
     assert steps == sorted(steps)
 
 
-def test_an_interval_shorter_than_an_iteration_gives_a_checkpoint_per_iteration(tmp_path):
+def test_an_interval_shorter_than_an_iteration_gives_a_checkpoint_per_iteration(tmp_path, fork_server):
     """A real run too makes progress between two of them."""
     options: dict[str, Any] = {"workers": 2, "steps": 24, "checkpoint_every": 1, "out": tmp_path / "run"}
-    run = dure.train("digits-mlp", strategy="lbfgs:batch=128 ps", on="local", **options)
+    run = recorded("digits-mlp", "lbfgs:batch=128 ps", fork_server, **options)
     assert run.summary()["updates_applied"] >= 2
     assert len(list((tmp_path / "run" / "checkpoints").glob("step-*"))) >= 2
 

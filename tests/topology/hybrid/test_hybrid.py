@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -70,9 +71,10 @@ def test_adagrad_steps_the_rows_that_were_touched():
 
 
 @pytest.mark.parametrize("strategy", ["bsp hybrid", "bsp hybrid:servers=all,shards=3"])
-def test_on_processes_it_is_the_same(strategy):
+def test_on_processes_it_is_the_same(strategy, fork_server):
     options = {"workers": 2, "steps": 7, "eval_every": 3}
-    real, modelled = (run(f"{FILE}:bags", strategy, **options) for run in (local, virtual))
+    real = local(f"{FILE}:bags", strategy, fork_server=fork_server, **options)
+    modelled = virtual(f"{FILE}:bags", strategy, **options)
     assert float((real.params - modelled.params).abs().max()) < 1e-12
     assert [row["step"] for row in real.rows] == [row["step"] for row in modelled.rows] == [3, 6, 7]
     assert [row["updates"] for row in real.rows] == [row["updates"] for row in modelled.rows] == [6, 12, 14]
@@ -102,8 +104,9 @@ def expected_bytes(setup, rank: int, steps: int) -> tuple[int, int]:
     return steps * ring.sent[rank] + rows * (row + 4 + 4), steps * ring.received[rank] + rows * row
 
 
-@pytest.mark.parametrize(("run", "shards"), [(virtual, 1), (virtual, 3), (local, 3)])
-def test_bytes_are_those_of_the_rows_and_their_numbers(run, shards):
+@pytest.mark.parametrize(("on", "shards"), [("virtual", 1), ("virtual", 3), ("local", 3)])
+def test_bytes_are_those_of_the_rows_and_their_numbers(on, shards, fork_server):
+    run = virtual if on == "virtual" else partial(local, fork_server=fork_server)
     finished = run(f"{FILE}:bags", f"bsp hybrid:servers=table.weight,shards={shards}", workers=2, steps=4)
     for rank in range(2):
         counted = finished.summary["per_worker"][f"worker {rank}"]
