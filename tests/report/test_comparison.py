@@ -16,8 +16,8 @@ from dure.report.comparison import (
     number_text,
     rate_text,
     seconds_text,
-    shared_strategy,
 )
+from dure.report.labels import shared_strategy
 
 
 def test_speed_up_is_on_the_first_run_of_the_same_kind_of_time(made):

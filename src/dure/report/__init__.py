@@ -2,10 +2,12 @@
 
 | module       | holds                                                            |
 |--------------|------------------------------------------------------------------|
+| `canvas`     | settings, ticks and SVG of a figure                              |
 | `comparison` | runs side by side, as values and as text                         |
 | `figures`    | the figures of the report, as SVG                                |
 | `files`      | JSON that any reader can parse; files that are complete or absent|
 | `html`       | the report: one HTML file that opens offline                     |
+| `labels`     | names of runs in a comparison                                    |
 | `metrics`    | staleness, version skew, time shares, time to a target           |
 | `plan_bars`  | memory of a plan's workers, and the timeline of its winner       |
 | `plan_chart` | axes, lines and marks of a plan's charts                         |

@@ -7,21 +7,18 @@ the wall clock, so no ratio is taken between them.
 from __future__ import annotations
 
 import math
-import re
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from dure.core.target import Target
+from dure.report import labels
 from dure.report.metrics import time_to
 from dure.report.values import RunRecord
 
 NOTHING = "\N{EN DASH}"
-_AXES = ("sync", "topology", "codec", "partition")
 _REAL_PLACES = ("local", "torchrun", "ray")
-_DEFAULTS = ("", "none", "fp32")
-_LONG_GRAPH = re.compile(r"((?:\d+-\d+/){3})[\d/-]{20,}")
 _RATES = ((1e9, "Gbit/s"), (1e6, "Mbit/s"), (1e3, "kbit/s"))
 _BYTES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
@@ -60,28 +57,33 @@ class Entry:
         steps: Sequence[Mapping[str, float]] = self.break_even.get("steps", ())
         return next((step for step in steps if step["bandwidth"] == bandwidth), None)
 
-    def figure(self, name: str, part: str | None = None) -> float | None:
-        """The number `name` of the summary, or its `part`; None if the summary lacks it."""
-        value = self.figures.get(name)
-        if part is not None:
-            value = value.get(part) if isinstance(value, Mapping) else None
+    @property
+    def experience(self) -> Mapping[str, Any]:
+        """The figures of reinforcement learning (`dure.rl.companions`); empty for a run without."""
+        return self.figures.get("experience") or {}
+
+    def figure(self, *path: str) -> float | None:
+        """The number in the summary under the keys of `path`, from the outermost on; None if the summary lacks it."""
+        value: Any = self.figures
+        for name in path:
+            value = value.get(name) if isinstance(value, Mapping) else None
         return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 
 def entries(runs: Sequence[RunRecord], *, target: Target) -> list[Entry]:
     """One entry per run, in order. `target` is the accuracy or loss whose time is compared."""
     figures = [run.summary() for run in runs]
-    strategies = _strategies(runs, figures)
+    strategies = labels.strategies(runs, figures)
     times = [_kind_of_time(run, values) for run, values in zip(runs, figures, strict=True)]
     reached = [time_to(run.history, target) for run in runs]
     first: dict[str, float | None] = {}
     for kind, seconds in zip(times, reached, strict=True):
         first.setdefault(kind, seconds)
-    labels = _labels(strategies, times)
+    unique = labels.unique(strategies, times)
     return [
         Entry(run, values, label, strategy, kind, seconds, _ratio(first[kind], seconds))
         for run, values, label, strategy, kind, seconds in zip(
-            runs, figures, labels, strategies, times, reached, strict=True
+            runs, figures, unique, strategies, times, reached, strict=True
         )
     ]
 
@@ -91,16 +93,20 @@ def graded(found: Sequence[Entry]) -> bool:
     return any(row.get("accuracy") is not None for entry in found for row in (*entry.run.history, entry.figures))
 
 
+def played(found: Sequence[Entry]) -> bool:
+    """Whether any run has figures of reinforcement learning."""
+    return any(entry.experience for entry in found)
+
+
+def lossy(found: Sequence[Entry]) -> bool:
+    """Whether losses are shown: not if all that was run is reinforcement learning without one."""
+    rows = (row for entry in found for row in (*entry.run.history, entry.figures))
+    return any(not entry.experience for entry in found) or any(row.get("loss") is not None for row in rows)
+
+
 def timed(found: Sequence[Entry], target: Target) -> bool:
     """Whether a time to `target` exists; for an accuracy, only if some run has one."""
-    return target.measure == "loss" or graded(found)
-
-
-def shared_strategy(runs: Sequence[RunRecord]) -> str:
-    """The parts that all strategies share, which the labels of the runs leave out."""
-    parts = [_axes(run, run.summary()) for run in runs]
-    alike = [axis for axis in _AXES[1:] if len(parts) > 1 and len({values[axis] for values in parts}) == 1]
-    return " ".join(parts[0][axis] for axis in alike if parts[0][axis] not in _DEFAULTS)
+    return lossy(found) if target.measure == "loss" else graded(found)
 
 
 def _ratio(first: float | None, seconds: float | None) -> float | None:
@@ -112,34 +118,6 @@ def _kind_of_time(run: RunRecord, figures: Mapping[str, Any]) -> str:
     where = str(run.config.get("on") or "")
     guess = "real" if where.split(":")[0] in _REAL_PLACES else "virtual" if where else "unknown"
     return str(figures.get("time") or guess)
-
-
-def _axes(run: RunRecord, figures: Mapping[str, Any]) -> dict[str, str]:
-    strategy = figures.get("strategy") or run.config.get("strategy") or run.config
-    if isinstance(strategy, str):
-        strategy = {"sync": strategy}
-    texts = {axis: " ".join(str(strategy.get(axis) or "").split()) for axis in _AXES}
-    return {axis: _LONG_GRAPH.sub(r"\1...", text) for axis, text in texts.items()}
-
-
-def _strategies(runs: Sequence[RunRecord], figures: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The strategy of each run as text, without the axes that all runs share and without defaults."""
-    parts = [_axes(run, values) for run, values in zip(runs, figures, strict=True)]
-    differ = {axis for axis in _AXES if len(parts) == 1 or len({values[axis] for values in parts}) > 1} | {"sync"}
-    texts = [" ".join(v[axis] for axis in _AXES if axis in differ and v[axis] not in _DEFAULTS) for v in parts]
-    names = [run.path.name if run.path else f"run {number}" for number, run in enumerate(runs, start=1)]
-    return [text or name for text, name in zip(texts, names, strict=True)]
-
-
-def _labels(strategies: Sequence[str], times: Sequence[str]) -> list[str]:
-    """Unique labels of runs: the strategy, the kind of time if the runs differ in it, and a number if needed."""
-    mixed = len(set(times)) > 1
-    labels = [f"{text} ({time})" if mixed else text for text, time in zip(strategies, times, strict=True)]
-    total, seen = Counter(labels), Counter[str]()
-    for place, label in enumerate(labels):
-        seen[label] += 1
-        labels[place] = f"{label} #{seen[label]}" if total[label] > 1 else label
-    return labels
 
 
 # --- figures as text
@@ -186,6 +164,13 @@ def number_text(value: float | None) -> str:
     return f"{value:.4f}" if 1e-3 <= abs(value) < 100 or value == 0 else f"{value:.4g}"
 
 
+def return_text(value: float | None) -> str:
+    """A return: "9.7", "195.3", "12,346"."""
+    if value is None:
+        return NOTHING
+    return f"{value:,.0f}" if math.isfinite(value) and abs(value) >= 1000 else f"{value:.4g}"
+
+
 def mean_text(value: float | None) -> str:
     """Two places: "3.05"."""
     return NOTHING if value is None else f"{value:.2f}"
@@ -226,7 +211,8 @@ def figure_rows(found: Sequence[Entry], *, target: Target) -> list[tuple[str, li
     """All figures of the summaries in groups: (heading, rows)."""
     shares = ("compute", "communicate", "wait")
     return [
-        ("Result", _result(found, target)),
+        *([("Result", result)] if (result := _result(found, target)) else []),
+        *_experience(found),
         ("Work", _work(found)),
         (
             "Communication",
@@ -260,6 +246,36 @@ def _skew(found: Sequence[Entry]) -> list[FigureRow]:
         _figure_row(found, "Version skew, mean", mean_text, "version_skew", "mean"),
         _figure_row(found, "Version skew, largest", count_text, "version_skew", "max"),
     ]
+
+
+def _experience(found: Sequence[Entry]) -> list[tuple[str, list[FigureRow]]]:
+    """The rows on reinforcement learning, if any run is one."""
+    if not played(found):
+        return []
+    row, group = partial(_figure_row, found), "experience"
+    environments = tuple(str(entry.experience.get("env") or NOTHING) for entry in found)
+    rows = [
+        row("Mean return, last evaluation", return_text, group, "mean_return", highest=True),
+        row("Mean return, best evaluation", return_text, group, "best_return", highest=True),
+        row("Mean return of late training episodes", return_text, group, "recent_return"),
+        FigureRow("Environment", environments),
+        row("Actors", count_text, group, "actors"),
+        row("Episodes", count_text, group, "episodes"),
+        row("Frames", count_text, group, "frames"),
+        FigureRow(
+            "Frames per second",
+            tuple(count_text(entry.figure(group, "frames_per_second")) for entry in found),
+            _best(found, lambda entry: _negative(entry.figure(group, "frames_per_second"))),
+        ),
+        row("Transitions in replays", count_text, group, "replay", "size"),
+        row("Transitions inserted", count_text, group, "replay", "inserts"),
+        row("Transitions sampled", count_text, group, "replay", "samples"),
+        row("Samples per insert", mean_text, group, "replay", "ratio"),
+        row("Bytes of replays", bytes_text, group, "replay", "bytes"),
+        row("Parameter lag, mean", mean_text, group, "param_lag", "mean"),
+        row("Parameter lag, largest", count_text, group, "param_lag", "max"),
+    ]
+    return [("Experience", rows)]
 
 
 def _compression(found: Sequence[Entry]) -> list[tuple[str, list[FigureRow]]]:
@@ -315,17 +331,23 @@ def _figure_row(
     found: Sequence[Entry],
     name: str,
     text: Callable[[float | None], str],
-    key: str,
-    part: str | None = None,
-    *,
+    *path: str,
     lowest: bool = False,
+    highest: bool = False,
 ) -> FigureRow:
-    best = _best(found, lambda entry: entry.figure(key, part), across=True) if lowest else frozenset[int]()
-    return FigureRow(name, tuple(text(entry.figure(key, part)) for entry in found), best)
+    values = [entry.figure(*path) for entry in found]
+    best = frozenset[int]()
+    if lowest or highest:
+        best = _best(
+            found, lambda entry: _negative(entry.figure(*path)) if highest else entry.figure(*path), across=True
+        )
+    return FigureRow(name, tuple(map(text, values)), best)
 
 
 def _result(found: Sequence[Entry], target: Target) -> list[FigureRow]:
-    result = [FigureRow("Loss", tuple(map(loss_text, found)), _best(found, _loss_rank, across=True))]
+    result = []
+    if lossy(found):
+        result.append(FigureRow("Loss", tuple(map(loss_text, found)), _best(found, _loss_rank, across=True)))
     if graded(found):
         accuracies = tuple(percent_text(entry.figure("accuracy")) for entry in found)
         best = _best(found, lambda e: _negative(e.figure("accuracy")), across=True)

@@ -1,17 +1,13 @@
 """Draws the figures of the report with matplotlib, as SVG that stands inline in a page.
 
-The module keeps no state: it does not use pyplot, and changes settings only while it draws. The same runs give the same
-bytes. Matplotlib is imported when a figure is drawn. The returned SVG text has all text of the runs escaped.
+The module keeps no state. The same runs give the same bytes. Matplotlib is imported when a figure is drawn. The
+returned SVG text has all text of the runs escaped.
 """
 
 from __future__ import annotations
 
-import hashlib
-import io
 import math
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,13 +17,13 @@ import numpy as np
 from dure.core.mixing import pairwise_mixing
 from dure.core.target import Target
 from dure.core.text_width import text_width
+from dure.report.canvas import FAINT, GRID, INK, drawing, plain
 from dure.report.comparison import Entry
 from dure.report.metrics import VersionCounts
 from dure.report.timeline import Bar
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 # The palette of Okabe and Ito for the colour-blind, without its yellow, which is too pale for lines on white.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#4D4D4D")
@@ -35,36 +31,23 @@ _LINES = ("-", "--", ":")
 DASHES = ("", "6 2.5", "1.5 2", "8 2 1.5 2")
 SHARES = {"compute": "#33475B", "communicate": "#8CA3BA", "wait": "#DCE3EA"}
 
-_INK, _FAINT, _GRID = "#1F2933", "#52606D", "#E4E7EB"
 _MOST_POINTS = 400
 _MOST_BARS = 40
 _SMALLEST = 5.0
 _LOG_FROM = 30.0
 _MOST_NAMED = 32
 _STAYS = -1.0
-_SETTINGS: dict[Any, Any] = {
-    "font.family": "sans-serif",
-    "font.sans-serif": ["DejaVu Sans"],
-    "font.size": 10,
-    "text.parse_math": False,
-    "svg.fonttype": "none",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": "#9AA5B1",
-    "axes.labelcolor": _FAINT,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": _GRID,
-    "grid.linewidth": 0.8,
-    "text.color": _INK,
-    "xtick.color": _FAINT,
-    "ytick.color": _FAINT,
-    "xtick.major.size": 3,
-    "ytick.major.size": 3,
-}
 _LOSSES = {"loss": "loss", "consensus": "distance from the mean (RMS)"}
+_RETURNS = {"mean_return": "mean return", "recent_return": "mean return"}
+_AMOUNTS = {
+    "frames_per_second": "frames per second",
+    "replay_ratio": "samples per insert",
+    "param_lag": "versions",
+    "replay_size": "transitions",
+}
 _ACCURACIES = (0.0, 0.2, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998, 0.999)
 _SECONDS = ((7200.0, 3600.0, "h"), (300.0, 60.0, "min"), (1.0, 1.0, "s"), (0.0, 1e-3, "ms"))
+_FRAMES = ((2e6, 1e6, " (millions)"), (2e3, 1e3, " (thousands)"), (0.0, 1.0, ""))
 _BYTES = ((1e12, 1e12, "TB"), (1e9, 1e9, "GB"), (1e6, 1e6, "MB"), (1e3, 1e3, "kB"), (0.0, 1.0, "B"))
 
 Unit = tuple[float, float, str]
@@ -96,9 +79,10 @@ def looks(found: Sequence[Entry]) -> list[Look]:
 
 
 def curves(found: Sequence[Entry], given: Sequence[Look], *, x: str, y: str, target: Target) -> str | None:
-    """Draws `y` ("loss", "consensus" or "accuracy") over `x` ("seconds", "step" or "bytes"); None without any value.
+    """Draws the key `y` of the rows over `x` ("seconds", "step", "bytes" or "frames"); None without any value.
 
-    The curve of a run that diverged ends in a cross. `target` is drawn in the figure of its measure.
+    `y` is a loss, a return, an amount of reinforcement learning, or an accuracy. The curve of a run that diverged ends
+    in a cross. `target` is drawn in the figure of its measure.
     """
     drawn = [(entry, look, _points(entry, x, y)) for entry, look in zip(found, given, strict=True)]
     drawn = [item for item in drawn if any(math.isfinite(value) for _, value in item[2])]
@@ -106,7 +90,7 @@ def curves(found: Sequence[Entry], given: Sequence[Look], *, x: str, y: str, tar
         return None
     ends = [max(place for place, _ in points) for _, _, points in drawn]
     unit = _unit(x, max(ends))
-    with _drawing(f"{x} {y} {found[0].time}", width=5.6, height=3.3) as (figure, svg):
+    with drawing(f"{x} {y} {found[0].time}", width=5.6, height=3.3) as (figure, svg):
         axes = figure.subplots()
         for _, look, points in drawn:
             _curve(axes, [(place / unit[1], value) for place, value in points], look)
@@ -114,6 +98,8 @@ def curves(found: Sequence[Entry], given: Sequence[Look], *, x: str, y: str, tar
         axes.set_xlabel(_x_label(x, unit, found))
         if y in _LOSSES:
             _scale_loss(axes, _LOSSES[y], [[value for _, value in points] for _, _, points in drawn])
+        elif y in _RETURNS or y in _AMOUNTS:
+            _scale_amount(axes, (_RETURNS | _AMOUNTS)[y], from_zero=y in _AMOUNTS)
         else:
             mark = target.value if target.measure == "accuracy" else None
             _scale_accuracy(axes, [value for _, _, points in drawn for _, value in points], mark)
@@ -142,7 +128,7 @@ def version_counts(entry: Entry, look: Look, key: str, *, largest: int) -> str |
     heights = [0.0] * (largest // width + 1)
     for versions, count in histogram.items():
         heights[versions // width] += 100 * count / counted
-    with _drawing(f"{name} {entry.label}", width=3.7, height=2.3) as (figure, svg):
+    with drawing(f"{name} {entry.label}", width=3.7, height=2.3) as (figure, svg):
         axes = figure.subplots()
         axes.bar(
             [width * (place + 0.5) - 0.5 for place in range(len(heights))], heights, 0.86 * width, color=look.color
@@ -151,7 +137,7 @@ def version_counts(entry: Entry, look: Look, key: str, *, largest: int) -> str |
         axes.set_ylim(0, None)
         axes.grid(visible=False, axis="x")
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-        axes.yaxis.set_major_formatter(_plain(" %"))
+        axes.yaxis.set_major_formatter(plain(" %"))
         axes.set_xlabel(f"{name} (versions)" if width == 1 else f"{name} (versions, in bars of {width})")
         axes.set_ylabel(COUNTED[key])
     return svg()
@@ -159,7 +145,7 @@ def version_counts(entry: Entry, look: Look, key: str, *, largest: int) -> str |
 
 def graph(edges: Sequence[Sequence[int]], workers: int, *, color: str) -> str:
     """Draws a graph of workers: a circle with the edges, and beside it the expected mixing matrix of an averaging."""
-    with _drawing(f"graph {workers} {edges}", width=6.4, height=3.2) as (figure, svg):
+    with drawing(f"graph {workers} {edges}", width=6.4, height=3.2) as (figure, svg):
         circle, matrix = figure.subplots(1, 2)
         _circle(circle, edges, workers, color)
         _mixing(matrix, edges, workers, color)
@@ -172,10 +158,10 @@ def timeline(rows: Mapping[str, Sequence[Bar]]) -> str:
     chunks = 1 + max(bar.chunk for bars in rows.values() for bar in bars)
     end = max(bar.end for bars in rows.values() for bar in bars)
     unit = _unit("seconds", end)
-    with _drawing(f"timeline {rows}", width=width, height=0.6 + 0.42 * len(rows)) as (figure, svg):
+    with drawing(f"timeline {rows}", width=width, height=0.6 + 0.42 * len(rows)) as (figure, svg):
         axes = figure.subplots()
         for place, bars in enumerate(rows.values()):
-            axes.broken_barh([(0, end / unit[1])], (place - 0.42, 0.84), color=_GRID)
+            axes.broken_barh([(0, end / unit[1])], (place - 0.42, 0.84), color=GRID)
             for bar in bars:
                 length, inches = (bar.end - bar.start) / unit[1], (width - left) * (bar.end - bar.start) / end
                 axes.broken_barh(
@@ -190,7 +176,7 @@ def timeline(rows: Mapping[str, Sequence[Bar]]) -> str:
         axes.set_yticks(range(len(rows)), list(rows))
         axes.set(xlim=(0, end / unit[1]), ylim=(len(rows) - 0.5, -0.5), xlabel=f"time ({unit[2]})")
         axes.grid(visible=False)
-        axes.xaxis.set_major_formatter(_plain(""))
+        axes.xaxis.set_major_formatter(plain(""))
     return svg()
 
 
@@ -201,7 +187,7 @@ def _name(axes: Axes, bar: Bar, middle: float, place: int, inches: float) -> Non
     sized = [(text, offset, min(largest, room / text_width(text))) for text, offset, largest in texts]
     if min(size for _, _, size in sized) >= _SMALLEST:
         for text, offset, size in sized:
-            axes.text(middle, place + offset, text, ha="center", va="center", fontsize=size, color=_INK)
+            axes.text(middle, place + offset, text, ha="center", va="center", fontsize=size, color=INK)
 
 
 class Band(NamedTuple):
@@ -223,7 +209,7 @@ def grid(panels: Mapping[tuple[str, str], Sequence[Band]], *, x_label: str, y_la
     rows, columns = (list(dict.fromkeys(place[axis] for place in panels)) for axis in (0, 1))
     labels = list(dict.fromkeys(band.label for bands in panels.values() for band in bands))
     width, height = 0.6 + 2.7 * len(columns), 0.5 + 2.4 * len(rows)
-    with _drawing(f"grid {panels}", width=width, height=height, alone=True) as (figure, svg):
+    with drawing(f"grid {panels}", width=width, height=height, alone=True) as (figure, svg):
         every = figure.subplots(len(rows), len(columns), squeeze=False, sharey="row")
         lines: dict[str, Any] = {}
         for (row, column), bands in panels.items():
@@ -232,10 +218,10 @@ def grid(panels: Mapping[tuple[str, str], Sequence[Band]], *, x_label: str, y_la
                 dashes, color = divmod(labels.index(band.label), len(COLORS))
                 _band(axes, band, COLORS[color], _LINES[dashes % len(_LINES)])
                 lines.setdefault(band.label, axes.get_lines()[-1])
-            axes.set_title(column if row == rows[0] else "", fontsize=9, color=_FAINT)
+            axes.set_title(column if row == rows[0] else "", fontsize=9, color=FAINT)
             axes.set_ylabel((f"{row}: {y_label}" if y_label else row) if column == columns[0] else "")
             axes.set_xlabel(x_label if row == rows[-1] else "")
-            axes.yaxis.set_major_formatter(_plain(" %", factor=100) if percent else _plain(""))
+            axes.yaxis.set_major_formatter(plain(" %", factor=100) if percent else plain(""))
         figure.legend(
             list(lines.values()), list(lines), loc="outside lower center", ncols=min(len(labels), 6), frameon=False
         )
@@ -283,11 +269,11 @@ def _mixing(axes: Axes, edges: Sequence[Sequence[int]], workers: int, color: str
             end = start + len(list(cells))
             if share:
                 corners.append([(x - 0.5, y - 0.5) for x, y in _corners(start, rank, end)])
-                colors.append(_GRID if share is _STAYS else darkness(share / largest))
+                colors.append(GRID if share is _STAYS else darkness(share / largest))
             start = end
     axes.add_collection(PolyCollection(corners, facecolors=colors, edgecolors="none"))
     axes.set(xlim=(-0.5, workers - 0.5), ylim=(workers - 0.5, -0.5), aspect="equal")
-    axes.set_title(f"a neighbor's share: up to {100 * largest:.2g} %", fontsize=9, color=_FAINT)
+    axes.set_title(f"a neighbor's share: up to {100 * largest:.2g} %", fontsize=9, color=FAINT)
     axes.grid(visible=False)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MaxNLocator(4, integer=True))
@@ -321,7 +307,8 @@ def _cross(axes: Axes, point: tuple[float, float], look: Look) -> None:
 def _unit(x: str, largest: float) -> Unit:
     if x == "step":
         return 0.0, 1.0, ""
-    return next(unit for unit in (_SECONDS if x == "seconds" else _BYTES) if largest >= unit[0])
+    units = {"seconds": _SECONDS, "bytes": _BYTES, "frames": _FRAMES}[x]
+    return next(unit for unit in units if largest >= unit[0])
 
 
 def _x_label(x: str, unit: Unit, found: Sequence[Entry]) -> str:
@@ -331,6 +318,7 @@ def _x_label(x: str, unit: Unit, found: Sequence[Entry]) -> str:
         "seconds": f"{kind}time ({unit[2]})",
         "step": "mini-batches per worker",
         "bytes": f"sent by all workers ({unit[2]})",
+        "frames": f"frames of all actors{unit[2]}",
     }[x]
 
 
@@ -339,10 +327,10 @@ def _scale_x(axes: Axes, ends: Sequence[float]) -> None:
     positive = [end for end in ends if end > 0]
     if positive and max(positive) / min(positive) > _LOG_FROM:
         axes.set_xscale("log")
-        axes.xaxis.set_minor_formatter(_plain(None))
+        axes.xaxis.set_minor_formatter(plain(None))
     else:
         axes.set_xlim(left=0)
-    axes.xaxis.set_major_formatter(_plain(""))
+    axes.xaxis.set_major_formatter(plain(""))
 
 
 def _scale_loss(axes: Axes, label: str, values: Sequence[Sequence[float]]) -> None:
@@ -354,11 +342,18 @@ def _scale_loss(axes: Axes, label: str, values: Sequence[Sequence[float]]) -> No
         axes.set_yscale("log")
         axes.set_ylim(lowest / 1.15, highest * 1.15)
         few = highest / lowest < 200
-        axes.yaxis.set_minor_formatter(_plain("", only=(2, 5) if few else ()))
-        axes.yaxis.set_major_formatter(_plain(""))
+        axes.yaxis.set_minor_formatter(plain("", only=(2, 5) if few else ()))
+        axes.yaxis.set_major_formatter(plain(""))
     elif highest > lowest:
         margin = 0.05 * (highest - lowest)
         axes.set_ylim(lowest - margin, highest + margin)
+
+
+def _scale_amount(axes: Axes, label: str, *, from_zero: bool) -> None:
+    axes.set_ylabel(label)
+    axes.yaxis.set_major_formatter(plain(""))
+    if from_zero:
+        axes.set_ylim(bottom=0)
 
 
 def _scale_accuracy(axes: Axes, values: Sequence[float], target: float | None) -> None:
@@ -372,7 +367,7 @@ def _scale_accuracy(axes: Axes, values: Sequence[float], target: float | None) -
     else:
         axes.set_ylabel("test accuracy")
         axes.set_ylim(max(0.0, min(lowest, target) - 0.04), min(1.0, max(highest, target) + 0.04))
-    axes.yaxis.set_major_formatter(_plain(" %", factor=100))
+    axes.yaxis.set_major_formatter(plain(" %", factor=100))
 
 
 def _mark(axes: Axes, target: Target) -> None:
@@ -380,10 +375,10 @@ def _mark(axes: Axes, target: Target) -> None:
     lowest, highest = axes.get_ylim()
     if not lowest <= target.value <= highest:
         return
-    axes.axhline(target.value, color=_FAINT, linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
+    axes.axhline(target.value, color=FAINT, linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
     axes.annotate(
         target.short.removeprefix("loss "), (1, target.value), xycoords=("axes fraction", "data"), xytext=(4, 0),
-        textcoords="offset points", va="center", fontsize=9, color=_FAINT, annotation_clip=False,
+        textcoords="offset points", va="center", fontsize=9, color=FAINT, annotation_clip=False,
     )  # fmt: skip
 
 
@@ -400,48 +395,3 @@ def _scale_error(axes: Axes, lowest: float, highest: float) -> None:
     axes.set_ylim(max(0.0, lowest - 0.02), 1 - least)
     axes.yaxis.set_major_locator(FixedLocator([mark for mark in _ACCURACIES if lowest - 0.02 <= mark <= 1 - least]))
     axes.yaxis.set_minor_locator(NullLocator())
-
-
-def _plain(unit: str | None, *, factor: float = 1.0, only: Sequence[int] | None = None) -> Any:
-    """Formats ticks as plain numbers; with `only`, those with these leading digits; with None, no tick."""
-    from matplotlib.ticker import FuncFormatter
-
-    def text(value: float, _place: object) -> str:
-        shown = factor * value
-        if unit is None or (only is not None and not _leads(shown, only)):
-            return ""
-        return f"{shown:,.0f}{unit}" if abs(shown) >= 1000 else f"{shown:.6g}{unit}"
-
-    return FuncFormatter(text)
-
-
-def _leads(value: float, digits: Sequence[int]) -> bool:
-    return value > 0 and round(value / 10 ** math.floor(math.log10(value) + 1e-9)) in digits
-
-
-@contextmanager
-def _drawing(
-    name: str, *, width: float, height: float, alone: bool = False
-) -> Iterator[tuple[Figure, Callable[[], str]]]:
-    """Yields a figure of `width` x `height` inches, and a function that gives its SVG after the block.
-
-    The SVG is for a page, or with `alone` a file of its own on a white ground.
-    """
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
-    salt = hashlib.sha256(name.encode()).hexdigest()[:8]
-    text = io.StringIO()
-    with mpl.rc_context({**_SETTINGS, "svg.hashsalt": salt}):
-        figure = Figure(figsize=(width, height), layout="constrained")
-        yield figure, lambda: text.getvalue() if alone else _inline(text.getvalue())
-        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        figure.savefig(text, format="svg", transparent=not alone, metadata=nothing)
-
-
-def _inline(svg: str) -> str:
-    """Removes the parts of an SVG that only a file needs, and its fixed width: the page sets it."""
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r'(<svg [^>]*?) width="[^"]*"', r"\1", svg, count=1)
-    svg = re.sub(r'(<svg [^>]*?) height="[^"]*"', r"\1", svg, count=1)
-    return re.sub(r'<g id="[^"]*"', "<g", svg)

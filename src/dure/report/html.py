@@ -7,8 +7,8 @@ figures.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib import resources
 from itertools import chain, count
 from pathlib import Path
@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING
 
 from dure.core.target import Target
 from dure.errors import UsageError
-from dure.report import comparison, figures
+from dure.report import comparison, figures, labels
 from dure.report.comparison import Entry
 from dure.report.figures import Look
 from dure.report.files import replacing, to_json
+from dure.report.metrics import frame_rates
 from dure.report.record import TRACE
 from dure.report.timeline import ACTIONS, timeline
 from dure.report.values import RunRecord
@@ -27,7 +28,17 @@ from dure.report.values import RunRecord
 if TYPE_CHECKING:
     from markupsafe import Markup
 
-_X_TITLES = {"step": "against mini-batches", "bytes": "against bytes sent"}
+_X_TITLES = {"step": "against mini-batches", "bytes": "against bytes sent", "frames": "against frames"}
+_MEASURES = {"loss": "Loss", "accuracy": "Test accuracy"}
+_RETURNS = {"mean_return": "Mean return of evaluations", "recent_return": "Mean return of training episodes"}
+_EXPERIENCE = {
+    "frames_per_second": "Frames per second",
+    "replay_ratio": "Samples per insert",
+    "param_lag": "Parameter lag",
+    "replay_size": "Transitions in replays",
+}
+"""Titles of curves, by the keys of a history."""
+
 _SENTENCES = {
     "virtual": "Time is virtual: gradients are real, seconds come from a model of the machines and the network.",
     "real": "Time is real: measured by the clock while processes worked.",
@@ -93,6 +104,10 @@ def render(runs: Sequence[RunRecord], *, title: str, target: Target) -> str:
         timed=comparison.timed(found, target),
         graded=comparison.graded(found),
         rows=list(zip(found, given, _bars(found), strict=True)),
+        played=comparison.played(found),
+        lossy=comparison.lossy(found),
+        returns=_returns(found, given, target),
+        experience=_experience(found, given, target),
         curves=_curves(found, given, target),
         staleness=_version_counts(found, given, "staleness"),
         fresh=[entry.label for entry in found if entry.figure("staleness", "max") == 0],
@@ -120,15 +135,18 @@ _COSTS = {
 }
 """Sources of the cost of a codec."""
 
-_FILTERS = ("rate_text", "seconds_text", "bytes_text", "percent_text", "ratio_text", "loss_text", "NOTHING")
+_FILTERS = (
+    *("rate_text", "seconds_text", "bytes_text", "percent_text", "ratio_text", "loss_text", "return_text"),
+    *("count_text", "NOTHING"),
+)
 
 
 def _subtitle(runs: Sequence[RunRecord]) -> str:
     """The properties that all runs share: "digits-mlp · 8 workers · ps:shards=2 · seed 0"."""
-    parts = [_common([str(run.config.get("job") or "") for run in runs])]
+    parts = [labels.shared_job(runs)]
     workers = _common([str(run.summary().get("workers") or "") for run in runs])
     parts.append(f"{workers} worker{'s' if workers != '1' else ''}" if workers else "")
-    parts.append(comparison.shared_strategy(runs))
+    parts.append(labels.shared_strategy(runs))
     seed = _common([str(run.seed) if run.seed is not None else "" for run in runs])
     parts.append(f"seed {seed}" if seed else "")
     return " · ".join(part for part in parts if part)
@@ -184,16 +202,37 @@ def _bars(found: Sequence[Entry]) -> list[float]:
 
 def _curves(found: Sequence[Entry], given: Sequence[Look], target: Target) -> list[tuple[str, list[Panel]]]:
     """Rows of panels with loss and accuracy: over each kind of time, over steps and over bytes."""
+    return _panels(found, given, target, _MEASURES, ("step", "bytes"))
+
+
+def _returns(found: Sequence[Entry], given: Sequence[Look], target: Target) -> list[tuple[str, list[Panel]]]:
+    """Rows of panels with returns: over each kind of time, and over frames."""
+    return _panels(found, given, target, _RETURNS, ("frames",))
+
+
+def _experience(found: Sequence[Entry], given: Sequence[Look], target: Target) -> list[tuple[str, list[Panel]]]:
+    """Rows of panels with the amounts of reinforcement learning, over each kind of time."""
+    rated = [
+        replace(entry, run=replace(entry.run, history=[*entry.run.history, *frame_rates(entry.run.history)]))
+        for entry in found
+    ]
+    return _panels(rated, given, target, _EXPERIENCE, ())
+
+
+def _panels(
+    found: Sequence[Entry], given: Sequence[Look], target: Target, names: Mapping[str, str], x_axes: Sequence[str]
+) -> list[tuple[str, list[Panel]]]:
+    """Rows of panels, one for each key of `names` that has values: over each kind of time, and over `x_axes`."""
     rows: list[tuple[str, str, list[int]]] = []
     for kind in dict.fromkeys(entry.time for entry in found):
         title = f"against {kind} time" if kind != "unknown" else "against time"
         rows.append((title, "seconds", [place for place, entry in enumerate(found) if entry.time == kind]))
-    rows += [(title, x, list(range(len(found)))) for x, title in _X_TITLES.items()]
+    rows += [(_X_TITLES[x], x, list(range(len(found)))) for x in x_axes]
     drawn = []
     for title, x, places in rows:
         some, styles = [found[place] for place in places], [given[place] for place in places]
         panels = []
-        for y, name in (("loss", "Loss"), ("accuracy", "Test accuracy")):
+        for y, name in names.items():
             svg = figures.curves(some, styles, x=x, y=y, target=target)
             panels += [Panel(f"{name} {title}", svg)] if svg else []
         if panels:

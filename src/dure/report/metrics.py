@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -84,6 +84,29 @@ class TimeShare:
         """Shares that sum to 1; all 0.0 if no time was spent."""
         total = self.compute + self.communicate + self.wait
         return {name: seconds / total if total else 0.0 for name, seconds in asdict(self).items()}
+
+
+_RATES = 200
+"""Intervals of a run whose rates of frames are told apart."""
+
+
+def frame_rates(history: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Rows with "seconds" and "frames_per_second": the new frames of each interval between rows, by its seconds.
+
+    The first interval begins with the run. Rows that follow each other within a 200th of the run share an interval.
+
+    >>> frame_rates([{"seconds": 2.0, "frames": 100}, {"seconds": 4.0, "frames": 500}])
+    [{'seconds': 2.0, 'frames_per_second': 50.0}, {'seconds': 4.0, 'frames_per_second': 200.0}]
+    """
+    known = [(float(row["seconds"]), row["frames"]) for row in history if row.get("frames") is not None]
+    least = known[-1][0] / _RATES if known else 0.0
+    rates: list[dict[str, Any]] = []
+    since, before = 0.0, 0
+    for seconds, frames in known:
+        if seconds > since and seconds - since >= least:
+            rates.append({"seconds": seconds, "frames_per_second": (frames - before) / (seconds - since)})
+            since, before = seconds, frames
+    return rates
 
 
 def time_to(history: Iterable[Mapping[str, Any]], target: Target) -> float | None:

@@ -3,8 +3,8 @@
     ssp:bound=3 ps:shards=2 (virtual) ━━━━━━━━━━━━╸━━━━━━  45 %  loss 0.2381  7 s left
 
 On a terminal the bar is drawn again and again; elsewhere (a log file, CI) a plain line is written every few seconds.
-After an evaluation, the line ends with the seconds that evaluations took. The clock is a parameter, as only runtimes
-read clocks.
+If an evaluation gives a mean return, the line shows it in place of the loss. After an evaluation, the line ends with
+the seconds that evaluations took. The clock is a parameter, as only runtimes read clocks.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ class Progress:
         self._first: tuple[float, int] | None = None
         self._now: tuple[int, int | None, float | None] = (0, None, None)
         self._notice = ""
+        self._return: float | None = None
 
     def update(self, step: int, total: int | None, loss: float | None, samples: int) -> None:
         """Show `step` of `total` (None if the end is unknown), the last `loss` and the `samples` so far."""
@@ -73,8 +74,12 @@ class Progress:
         if self._bar:
             self._draw(self._left(now))
         else:
-            parts = [_share(step, total), f"loss {_loss_text(loss)}", speed, self._left(now), self._evaluated()]
+            parts = [_share(step, total), self._measured(loss), speed, self._left(now), self._evaluated()]
             self._print_line([*parts, self._notice])
+
+    def returned(self, mean_return: float | None) -> None:
+        """Show `mean_return` from now on: the mean return of the last evaluation. None has no effect."""
+        self._return = self._return if mean_return is None else mean_return
 
     def notice(self, text: str) -> None:
         """Show `text` at the end of the line until the next call: the processes that a run waits for."""
@@ -130,7 +135,7 @@ class Progress:
     def _draw(self, doing: str) -> None:
         assert self._bar is not None
         step, total, loss = self._now
-        parts = [_share(step, total), f"loss {_loss_text(loss)}", doing, self._evaluated(), self._notice]
+        parts = [_share(step, total), self._measured(loss), doing, self._evaluated(), self._notice]
         state = "  ".join(filter(None, parts))
         if self._task is None:
             self._task = self._bar.add_task(self._name, total=total, state=state)
@@ -144,6 +149,9 @@ class Progress:
             return ""
         since, before = self._first
         return f"{_seconds_text((now - since) / (step - before) * max(0, total - step))} left"
+
+    def _measured(self, loss: float | None) -> str:
+        return f"loss {_number_text(loss)}" if self._return is None else f"return {_number_text(self._return)}"
 
     def _evaluated(self) -> str:
         return f"eval {_seconds_text(self.evaluation_seconds)}" if self.evaluation_seconds >= 1 else ""
@@ -175,5 +183,5 @@ def _count_text(count: float) -> str:
     return f"{count:,.0f}" if count < 1e5 else f"{count / 1e3:,.0f}k"
 
 
-def _loss_text(loss: float | None) -> str:
-    return "-" if loss is None else f"{loss:.4g}"
+def _number_text(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"

@@ -28,6 +28,14 @@ class _Row(_Open):
     loss: float | None = None
     accuracy: float | None = None
     consensus: float | None = None
+    frames: float | None = None
+    mean_return: float | None = None
+    recent_return: float | None = None
+    replay_size: float | None = None
+    inserts: float | None = None
+    replay_samples: float | None = None
+    replay_ratio: float | None = None
+    param_lag: float | None = None
 
 
 class _VersionCounts(_Open):
@@ -49,6 +57,32 @@ class _BreakEven(_Open):
     steps: list[dict[str, float]] = []
 
 
+class _Replay(_Open):
+    size: float | None = None
+    inserts: float | None = None
+    samples: float | None = None
+    ratio: float | None = None
+    bytes: float | None = None
+
+
+class _ParamLag(_Open):
+    mean: float | None = None
+    max: float | None = None
+
+
+class _Experience(_Open):
+    env: str = ""
+    actors: int | None = None
+    frames: float | None = None
+    frames_per_second: float | None = None
+    episodes: float | None = None
+    mean_return: float | None = None
+    best_return: float | None = None
+    recent_return: float | None = None
+    replay: _Replay = _Replay()
+    param_lag: _ParamLag = _ParamLag()
+
+
 class _Figures(_Open):
     strategy: dict[str, str] | str = ""
     workers: int = 1
@@ -60,6 +94,7 @@ class _Figures(_Open):
     version_skew: _VersionCounts | None = None
     graph: _Graph | None = None
     payoff: _BreakEven | None = None
+    experience: _Experience | None = None
 
 
 def check_config(values: dict[str, Any], where: str) -> dict[str, Any]:

@@ -6,7 +6,8 @@
 | `TensorBoard` | `tensorboard` |
 
 A row is a mapping such as `{"seconds": 1.5, "step": 20, "updates": 40, "samples": 640, "loss": 0.4, "accuracy": 0.9,
-"bytes": 8192}`.
+"bytes": 8192}`. A row of reinforcement learning has a mean return, and figures of actors and replays. A value may be
+None.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class TensorBoard:
     """Writes TensorBoard events to `folder`: each number of a row under its name, by step.
 
     The time of an event is the `seconds` of the run (virtual or real), so that the axis "relative" of TensorBoard shows
-    the time of the report. Values that are None are left out.
+    the time of the report. Values that are no numbers are left out.
     """
 
     def __init__(self, folder: str | Path) -> None:

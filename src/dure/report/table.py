@@ -13,7 +13,17 @@ from rich.text import Text
 
 from dure.core.target import Target
 from dure.report import comparison
-from dure.report.comparison import Entry, bytes_text, loss_text, mean_text, percent_text, ratio_text, seconds_text
+from dure.report.comparison import (
+    Entry,
+    bytes_text,
+    count_text,
+    loss_text,
+    mean_text,
+    percent_text,
+    ratio_text,
+    return_text,
+    seconds_text,
+)
 from dure.report.values import RunRecord
 
 
@@ -79,7 +89,13 @@ def _columns(found: Sequence[Entry], target: Target) -> dict[str, list[str]]:
         columns[f"to {target.short}"] = [seconds_text(entry.reached) for entry in found]
         columns["speed-up"] = [ratio_text(entry.speedup) for entry in found]
     columns["whole run"] = [seconds_text(entry.figure("seconds")) for entry in found]
-    columns["loss"] = [loss_text(entry) for entry in found]
+    if comparison.played(found):
+        columns["return"] = [return_text(entry.figure("experience", "mean_return")) for entry in found]
+        columns["best"] = [return_text(entry.figure("experience", "best_return")) for entry in found]
+        columns["frames"] = [count_text(entry.figure("experience", "frames")) for entry in found]
+        columns["frames/s"] = [count_text(entry.figure("experience", "frames_per_second")) for entry in found]
+    if comparison.lossy(found) or not found:
+        columns["loss"] = [loss_text(entry) for entry in found]
     if comparison.graded(found) or not found:
         columns["accuracy"] = [percent_text(entry.figure("accuracy")) for entry in found]
     columns["sent"] = [bytes_text(entry.figure("bytes_sent")) for entry in found]
@@ -102,6 +118,6 @@ def _caption(found: Sequence[Entry], target: Target) -> str | None:
         said = ["time is virtual: a model of machines and network", *said]
     if kinds == {"virtual", "real"}:
         said = ["speed-up is within virtual runs and within real runs", *said]
-    if found and not comparison.timed(found, target):
+    if found and comparison.lossy(found) and not comparison.timed(found, target):
         said = [*said, "the job has no accuracy: --target-loss compares the times to a loss"]
     return "\n".join(said) or None

@@ -47,4 +47,20 @@ class RunRecord:
             return dict(self.figures)
         last = self.history[-1]
         names = {"step": "steps", "bytes": "bytes_sent"}
-        return {names.get(key, key): value for key, value in last.items()}
+        figures = {names.get(key, key): value for key, value in last.items()}
+        return figures | ({"experience": _experience(self.history)} if "frames" in last else {})
+
+
+def _experience(history: Sequence[Row]) -> dict[str, Any]:
+    """The figures of reinforcement learning in a history, in the form that a summary has (`dure.rl.companions`)."""
+    last = history[-1]
+    returns = [row["mean_return"] for row in history if row.get("mean_return") is not None]
+    replay = {"size": "replay_size", "inserts": "inserts", "samples": "replay_samples", "ratio": "replay_ratio"}
+    return {
+        **{name: last.get(name) for name in ("frames", "episodes", "recent_return")},
+        "frames_per_second": last["frames"] / last["seconds"] if last["frames"] and last["seconds"] else None,
+        "mean_return": returns[-1] if returns else None,
+        "best_return": max(returns, default=None),
+        "replay": {name: last.get(key) for name, key in replay.items()},
+        "param_lag": {"mean": last.get("param_lag")},
+    }

@@ -153,6 +153,7 @@ def _recording(setup: Setup, interruption: Interruption) -> Iterator[tuple[RunFo
         progress = stack.enter_context(Progress(_short(setup.strategy), place, clock=time.monotonic))
 
         def row(values: dict[str, Any]) -> None:
+            progress.returned(values.get("mean_return"))
             if folder is not None:
                 folder.append(values)
                 for sink in sinks:

@@ -1,0 +1,107 @@
+"""Names runs in a comparison: by the parts of their strategies, and of their jobs, in which they differ."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dure.core.spec_text import MemberSpec, parse_member
+from dure.errors import StrategyError
+from dure.report.values import RunRecord
+
+_AXES = ("sync", "topology", "codec", "partition")
+_DEFAULTS = ("", "none", "fp32")
+_LONG_GRAPH = re.compile(r"((?:\d+-\d+/){3})[\d/-]{20,}")
+
+
+def strategies(runs: Sequence[RunRecord], figures: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The strategy of each run as text, without the axes that all runs share and without defaults.
+
+    If runs of different jobs share a strategy, the parts in which their jobs differ come first.
+    """
+    parts = [_axes(run, values) for run, values in zip(runs, figures, strict=True)]
+    jobs = _jobs(runs, parts)
+    shown = _shown_axes(parts, jobs)
+    texts = [
+        " ".join([*filter(None, [job]), *(v[axis] for axis in _AXES if axis in shown and v[axis] not in _DEFAULTS)])
+        for job, v in zip(jobs, parts, strict=True)
+    ]
+    names = [run.path.name if run.path else f"run {number}" for number, run in enumerate(runs, start=1)]
+    return [text or name for text, name in zip(texts, names, strict=True)]
+
+
+def shared_strategy(runs: Sequence[RunRecord]) -> str:
+    """The parts that all strategies share, which the labels of the runs leave out."""
+    parts = [_axes(run, run.summary()) for run in runs]
+    shown = _shown_axes(parts, _jobs(runs, parts))
+    return " ".join(parts[0][axis] for axis in _AXES if axis not in shown and parts[0][axis] not in _DEFAULTS)
+
+
+def shared_job(runs: Sequence[RunRecord]) -> str:
+    """The job of all runs; if only its parameters differ, the name and the parameters that all runs share."""
+    texts = [_job(run) for run in runs]
+    if len(set(texts)) == 1:
+        return texts[0]
+    first, *others = [_parsed(text) for text in texts]
+    if any(other.name != first.name for other in others):
+        return ""
+    alike = [f"{key}={text}" for key, text in first.given.items() if all(o.given.get(key) == text for o in others)]
+    return ":".join(filter(None, [first.name, ",".join(alike)]))
+
+
+def unique(strategies: Sequence[str], times: Sequence[str]) -> list[str]:
+    """Unique labels of runs: the strategy, the kind of time if the runs differ in it, and a number if needed."""
+    mixed = len(set(times)) > 1
+    labels = [f"{text} ({time})" if mixed else text for text, time in zip(strategies, times, strict=True)]
+    total, seen = Counter(labels), Counter[str]()
+    for place, label in enumerate(labels):
+        seen[label] += 1
+        labels[place] = f"{label} #{seen[label]}" if total[label] > 1 else label
+    return labels
+
+
+def _axes(run: RunRecord, figures: Mapping[str, Any]) -> dict[str, str]:
+    strategy = figures.get("strategy") or run.config.get("strategy") or run.config
+    if isinstance(strategy, str):
+        strategy = {"sync": strategy}
+    texts = {axis: " ".join(str(strategy.get(axis) or "").split()) for axis in _AXES}
+    return {axis: _LONG_GRAPH.sub(r"\1...", text) for axis, text in texts.items()}
+
+
+def _shown_axes(parts: Sequence[Mapping[str, str]], jobs: Sequence[str]) -> set[str]:
+    """The axes in labels: those in which the runs differ, and the method, unless the jobs are in the labels."""
+    differ = {axis for axis in _AXES if len(parts) == 1 or len({values[axis] for values in parts}) > 1}
+    return differ if any(jobs) else differ | {"sync"}
+
+
+def _job(run: RunRecord) -> str:
+    return str(run.config.get("job") or "")
+
+
+def _parsed(text: str) -> MemberSpec:
+    try:
+        return parse_member(text)
+    except StrategyError:  # the name of a job object is any text
+        return MemberSpec(text, {})
+
+
+def _jobs(runs: Sequence[RunRecord], parts: Sequence[Mapping[str, str]]) -> list[str]:
+    """The parts of each job that tell it from the others; empty if each strategy has one job only.
+
+    Parameters are compared between jobs of one name.
+    """
+    texts = [_job(run) for run in runs]
+    of_strategies = {(tuple(values.values()), text) for values, text in zip(parts, texts, strict=True)}
+    if len(of_strategies) == len({strategy for strategy, _ in of_strategies}):
+        return [""] * len(texts)
+    found = [_parsed(text) for text in texts]
+    several = len({each.name for each in found}) > 1
+    return [_difference(each, [other for other in found if other.name == each.name], several) for each in found]
+
+
+def _difference(job: MemberSpec, of_name: Sequence[MemberSpec], several: bool) -> str:
+    """The parameters that not all jobs `of_name` share, after the name if there are `several` or none is given."""
+    differ = [f"{key}={text}" for key, text in job.given.items() if any(o.given.get(key) != text for o in of_name)]
+    return ":".join(filter(None, [job.name if several or not differ else "", ",".join(differ)]))
