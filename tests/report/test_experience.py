@@ -58,10 +58,11 @@ def experience(rows, actors):
     }
 
 
-def played(made, actors=4, *, job=APEX, time="virtual", **of_rows):
+def played(made, actors=4, *, job=APEX, time="virtual", best=None, **of_rows):
     """A finished run of reinforcement learning: a run of `made`, but without a loss and an accuracy."""
     run = made("bsp", time=time)
     rows = [row(place, **of_rows) for place in range(1, 5)]
+    rows[2]["mean_return"] = best or rows[2]["mean_return"]
     nothing = dict.fromkeys(("loss", "accuracy", "best_accuracy"))
     figures = {**run.figures, **nothing, "staleness": None, "seconds": 2.0, "experience": experience(rows, actors)}
     return replace(run, config={"job": job.format(actors), "on": "virtual"}, history=rows, figures=figures)
@@ -122,7 +123,7 @@ def test_labels_do_without_jobs_where_strategies_tell_them_apart(made):
 
 
 def test_the_page_has_returns_and_experience_against_each_kind_of_time(made):
-    outline = page([played(made, 4), played(made, 16, time="real")])
+    outline = page([played(made, 4), played(made, 16, time="real", best=45.0)])
     returns = ("Mean return of evaluations", "Mean return of training episodes")
     amounts = ("Frames per second", "Samples per insert", "Parameter lag", "Transitions in replays")
     assert titles(outline) == [
@@ -133,6 +134,8 @@ def test_the_page_has_returns_and_experience_against_each_kind_of_time(made):
     assert "frames of all actors (thousands)" in text
     assert "Run Mean return Frames Sent" in text
     assert "actors=4 (virtual) 40 4,000 10.0 kB" in text
+    assert "actors=4 reached the highest mean return of an evaluation: 40 after 2.00 s of virtual time." in text
+    assert "actors=16 reached the highest mean return of an evaluation: 45 after 1.50 s of real time." in text
     assert not re.search(r"\b[Ll]oss\b|accuracy|not reached|Speed-up|diverged", text)
 
 

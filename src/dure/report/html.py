@@ -26,6 +26,7 @@ from dure.report.timeline import ACTIONS, timeline
 from dure.report.values import RunRecord
 
 if TYPE_CHECKING:
+    from jinja2 import Template
     from markupsafe import Markup
 
 _X_TITLES = {"step": "against mini-batches", "bytes": "against bytes sent", "frames": "against frames"}
@@ -85,21 +86,13 @@ def write_report(
 
 def render(runs: Sequence[RunRecord], *, title: str, target: Target) -> str:
     """The page as text. The same runs give the same text."""
-    from jinja2 import Environment, StrictUndefined
-    from markupsafe import Markup
-
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["svg"] = Markup
-    environment.filters["breakable"] = breakable
-    environment.globals.update({name: getattr(comparison, name) for name in _FILTERS})
-    template = resources.files("dure.report").joinpath("report.html.j2").read_text(encoding="utf-8")
     found = comparison.entries(runs, target=target)
     given = figures.looks(found)
-    return environment.from_string(template).render(
+    return _template().render(
         title=title,
         subtitle=_subtitle(runs),
         notices=_notices(found),
-        verdict=_verdict(found, target),
+        verdict=[*_verdict(found, target), *_highest(found)],
         target=str(target),
         timed=comparison.timed(found, target),
         graded=comparison.graded(found),
@@ -126,6 +119,18 @@ def render(runs: Sequence[RunRecord], *, title: str, target: Target) -> str:
         groups=comparison.figure_rows(found, target=target),
         origins=[_origin(entry) for entry in found],
     )
+
+
+def _template() -> Template:
+    from jinja2 import Environment, StrictUndefined
+    from markupsafe import Markup
+
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["svg"] = Markup
+    environment.filters["breakable"] = breakable
+    environment.globals.update({name: getattr(comparison, name) for name in _FILTERS})
+    text = resources.files("dure.report").joinpath("report.html.j2").read_text(encoding="utf-8")
+    return environment.from_string(text)
 
 
 _COSTS = {
@@ -179,6 +184,20 @@ def _verdict(found: Sequence[Entry], target: Target) -> list[str]:
             sentences.append(_first_arrival(arrived[0], among[0], len(among), target))
     if not sentences and comparison.timed(found, target):
         sentences.append(f"No run reached {target}.")
+    return sentences
+
+
+def _highest(found: Sequence[Entry]) -> list[str]:
+    """The run with the highest mean return of an evaluation, in one sentence for each kind of time."""
+    sentences = []
+    for kind in dict.fromkeys(entry.time for entry in found):
+        rows = [(entry, row) for entry in found if entry.time == kind for row in entry.run.history]
+        rows = [(entry, row) for entry, row in rows if row.get("mean_return") is not None]
+        if rows:
+            entry, row = max(rows, key=lambda pair: (pair[1]["mean_return"], -pair[1]["seconds"]))
+            reached = f"{comparison.return_text(row['mean_return'])} after {comparison.seconds_text(row['seconds'])}"
+            time = f"{kind} time" if kind != "unknown" else "time"
+            sentences.append(f"{entry.strategy} reached the highest mean return of an evaluation: {reached} of {time}.")
     return sentences
 
 
