@@ -164,6 +164,7 @@ def rl_job(
         batch_size=batch_size,
         optimizer=optimizer,
         steps=STEPS,
+        split="whole",
         name=f"{name} {env}",
         source=f"the environment {env}",
         companions=ActorsAndReplays(
