@@ -59,7 +59,10 @@ def test_a_run_that_nothing_ends_has_a_limit_of_its_own(options, seconds, frames
         ("--actors 2 --replays 3", "Give at most 2"),
         ("--set min_size=200000", "a larger capacity"),
         ("--learners 2 --set lockstep=true", "lockstep"),
-        ("--env Pendulum-v1 --set dueling=false", "dueling is no parameter of Dpg"),
+        (
+            "--env Pendulum-v1 --set dueling=false",
+            "dueling is no parameter of apex for",
+        ),
     ],
 )
 def test_wrong_options_are_named(arguments, said, capfd):

@@ -69,7 +69,7 @@ def test_parameters_of_an_actor_lag_by_the_updates_since_its_pull(pull_every, up
     """
     acts = 12 * pull_every
     slow = {"act_seconds": 1.0, "update_seconds": 1e-3, "lockstep": False, "capacity": 1, "min_size": 1}
-    job = rl_jobs.lockstep(**slow, pull_every=pull_every, samples_per_insert=float(updates))
+    job = rl_jobs.lockstep(**slow, pull_every=pull_every, samples_per_insert=float(updates), buffer=float(updates))
     found = virtual(job, "bsp collective", steps=acts * updates, batch_size=1, **RUN)
     pulled = [max(0, act - act % pull_every - 1) * updates for act in range(acts)]
     lags = [act * updates + more - pulled[act] for act in range(acts) for more in range(updates)]

@@ -23,6 +23,7 @@ LOCKSTEP = {
     "samples_per_insert": 32.0,
     "lockstep": True,
     "hidden": (32, 32),
+    "loss": "squared",
     "episodes": 1,
     "update_seconds": 1e-3,
 }

@@ -72,8 +72,8 @@ class Companions(Protocol):
     @property
     def machines(self) -> int: ...
 
-    def check(self, workers: int) -> None:
-        """Raise `UsageError` for a number of workers that does not suit."""
+    def check(self, workers: int, batch_size: int) -> None:
+        """Raise `UsageError` for a number of workers, or a batch size, that does not suit."""
         ...
 
     def nodes(self, workers: int) -> Sequence[NodeSpec]: ...

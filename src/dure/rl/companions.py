@@ -42,6 +42,9 @@ if TYPE_CHECKING:
 ENVIRONMENT_STREAM, NOISE_STREAM, REPLAY_STREAM, GRADER_STREAM = 11, 12, 13, 14
 """Separate the random numbers of a run's parts from each other."""
 
+MESSAGES = 4
+"""Insertions by which samples may be ahead or behind, where `buffer` is left out."""
+
 SLACK = 1.25
 """Slots of a replay of soft capacity, in its capacity."""
 
@@ -67,8 +70,13 @@ class ActorsAndReplays:
     def machines(self) -> int:
         return 0 if self.settings.bundled else self.settings.actors
 
-    def check(self, workers: int) -> None:
+    def check(self, workers: int, batch_size: int) -> None:
         settings = self.settings
+        if settings.lockstep and settings.samples_per_insert % batch_size:
+            raise UsageError(
+                f"in lockstep samples_per_insert={settings.samples_per_insert:g} must be a multiple of the batch size, "
+                f"{batch_size}: so many samples are whole updates for each step."
+            )
         if settings.bundled and settings.actors != workers:
             raise UsageError(
                 f"each of {workers} bundles has one actor, and actors={settings.actors}. Give as many actors as "
@@ -163,7 +171,10 @@ class ActorsAndReplays:
         settings, ratio = self.settings, self.settings.samples_per_insert
         if not ratio:
             return RateLimiter(1.0, settings.min_size, math.inf)
-        return RateLimiter(ratio, settings.min_size, max(settings.buffer, ratio, 1.0))
+        least = max(ratio, 1.0)
+        if settings.lockstep:
+            return RateLimiter(ratio, settings.min_size, least)
+        return RateLimiter(ratio, settings.min_size, max(settings.buffer or MESSAGES * settings.send * ratio, least))
 
     def source(self, shape: RunShape, node: Node, rank: int, device: str) -> ReplaySource:
         settings = self.settings

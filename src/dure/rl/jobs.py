@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 import torch
 
 from dure.core import user_code
+from dure.core.spec_text import nearest
 from dure.core.user_code import as_name
 from dure.errors import UsageError
 from dure.job.data.dataset import Data
@@ -29,6 +30,7 @@ from dure.rl.dpg import Dpg
 from dure.rl.dqn import Dqn
 from dure.rl.environments import environment
 from dure.rl.settings import RlSettings
+from dure.rl.spaces import arrays, is_image
 
 if TYPE_CHECKING:
     from torch import nn
@@ -40,61 +42,72 @@ STEPS = 10_000
 """Steps of a learner, where nothing else ends a run."""
 
 
+VECTORS, IMAGES, CONTINUOUS = "vectors", "images", "continuous actions"
+"""Kinds of environments: observations that are vectors or images, and continuous actions."""
+
+
+@dataclass(frozen=True)
+class Suited:
+    """What suits one kind of environment."""
+
+    algorithm: Any
+    settings: RlSettings
+    optimizer: OptimizerSpec
+    batch_size: int
+
+
 @dataclass(frozen=True)
 class Preset:
-    """The defaults of a job: its settings, and its algorithms for discrete and for continuous actions."""
+    """A job of that name: what it takes for each kind of environment."""
 
     name: str
-    settings: RlSettings
-    discrete: Dqn
-    continuous: Dpg
-    optimizer: OptimizerSpec
-    policy_optimizer: OptimizerSpec
-    batch_size: int
     summary: str
+    suited: Mapping[str, Suited]
 
-    def defaults(self) -> dict[str, Any]:
-        """The parameters of the job's function. None stands for the default of the algorithm that suits the actions."""
-        of_algorithms = dict.fromkeys(self._algorithm_hints())
-        of_settings = {each.name: getattr(self.settings, each.name) for each in fields(RlSettings)}
-        return {"env": "CartPole-v1", "network": None, "episodes": 10, **of_settings, **of_algorithms}
+    def parameters(self) -> dict[str, Any]:
+        """The parameters of the job's function, with their types."""
+        algorithms = {type(each.algorithm) for each in self.suited.values()}
+        of_algorithms = {key.rstrip("_"): hint for kind in algorithms for key, hint in get_type_hints(kind).items()}
+        return {"env": str, "network": str, "episodes": int, **get_type_hints(RlSettings), **of_algorithms}
 
-    def hints(self) -> dict[str, Any]:
-        """The types of the parameters."""
-        found = {"env": str, "network": str, "episodes": int, **get_type_hints(RlSettings), **self._algorithm_hints()}
-        return {name: found[name] for name in self.defaults()}
-
-    def _algorithm_hints(self) -> dict[str, Any]:
-        return {name.rstrip("_"): hint for kind in (Dqn, Dpg) for name, hint in get_type_hints(kind).items()}
-
-    def job(self, **given: Any) -> Job:
-        """Make the job with parameters of `defaults`; None takes the default."""
-        values = {name: value for name, value in given.items() if value is not None}
-        if unknown := sorted(values.keys() - self.defaults().keys()):
-            raise UsageError(f"{self.name} has no parameter {unknown[0]!r}; it has {', '.join(self.defaults())}.")
-        env, network = values.pop("env", "CartPole-v1"), values.pop("network", None)
+    def job(self, *, env: Any = "CartPole-v1", network: Any = None, episodes: int = 10, **given: Any) -> Job:
+        """Make the job; parameters that are left out, or None, are those that suit the environment."""
         env = as_name(env) if isinstance(env, str) else env
         factory = environment(env) if isinstance(env, str) else env
-        continuous = _is_continuous(factory)
-        algorithm: Any = self.continuous if continuous else self.discrete
-        own = {each.name.rstrip("_"): each.name for each in fields(algorithm)}
-        episodes = values.pop("episodes", 10)
-        of_algorithm = {own[name]: values.pop(name) for name in list(values) if name in own}
-        if wrong := sorted(values.keys() & self._algorithm_hints().keys()):
-            kind = "continuous" if continuous else "discrete"
-            raise UsageError(f"{wrong[0]} is no parameter of {type(algorithm).__name__}, which the {kind} actions of "
-                             f"this environment need; it has {', '.join(own)}.")  # fmt: skip
+        kind = _kind(factory)
+        suited = self.suited[kind]
+        of_algorithm = {each.name.rstrip("_"): each.name for each in fields(suited.algorithm)}
+        values = {name: value for name, value in given.items() if value is not None}
+        own = {of_algorithm[name]: values.pop(name) for name in list(values) if name in of_algorithm}
+        known = {each.name for each in fields(RlSettings)}
+        if unknown := sorted(values.keys() - known):
+            raise UsageError(
+                f"{unknown[0]} is no parameter of {self.name} for an environment of {kind}; it has "
+                f"{', '.join(sorted({*known, *of_algorithm}))}.{nearest(unknown[0], {*known, *of_algorithm})}"
+            )
         return rl_job(
-            replace(algorithm, **of_algorithm),
+            replace(suited.algorithm, **own),
             factory,
-            replace(self.settings, **values),
+            replace(suited.settings, **values),
             name=self.name,
             env=env if isinstance(env, str) else getattr(env, "__name__", "an environment"),
-            optimizer=self.policy_optimizer if continuous else self.optimizer,
-            batch_size=self.batch_size,
+            optimizer=suited.optimizer,
+            batch_size=suited.batch_size,
             network=_network(network) if isinstance(network, str) else network,
             episodes=episodes,
         )
+
+
+def _kind(factory: Factory) -> str:
+    """The kind of an environment."""
+    from gymnasium.spaces import Box
+
+    made = factory()
+    observations, actions = made.observation_space, made.action_space
+    made.close()
+    if isinstance(actions, Box):
+        return CONTINUOUS
+    return IMAGES if is_image(arrays(observations)) else VECTORS
 
 
 def _network(text: str) -> Callable[[], nn.Module]:
@@ -106,15 +119,6 @@ def _network(text: str) -> Callable[[], nn.Module]:
     return function  # type: ignore[no-any-return]
 
 
-def _is_continuous(factory: Factory) -> bool:
-    from gymnasium.spaces import Box
-
-    made = factory()
-    found = isinstance(made.action_space, Box)
-    made.close()
-    return found
-
-
 def _function(preset: Preset) -> Callable[..., Job]:
     """The function of a job, with the parameters of `preset` in its signature."""
 
@@ -123,11 +127,11 @@ def _function(preset: Preset) -> Callable[..., Job]:
 
     made.__name__ = made.__qualname__ = preset.name
     made.__doc__ = preset.summary
-    made.__annotations__ = preset.hints()
+    made.__annotations__ = preset.parameters()
     made.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=value, annotation=preset.hints()[name])
-            for name, value in preset.defaults().items()
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hint)
+            for name, hint in preset.parameters().items()
         ]
     )
     return made
@@ -179,48 +183,64 @@ def rl_job(
     )
 
 
+_APEX = RlSettings(soft=True, samples_per_insert=32.0, send=20, pull_every=20, ladder=3.0, target_every=128)
+_OF_ATARI: Mapping[str, Any] = {"min_size": 5_000, "target_every": 500, "send": 50, "act_seconds": 2e-3}
+_ADAM = OptimizerSpec("adam", lr=1e-3, clip=10.0)
+
 APEX = Preset(
     "apex",
-    RlSettings(actors=4, soft=True),
-    Dqn(n_step=3, double=True, dueling=True),
-    Dpg(n_step=5),
-    OptimizerSpec("rmsprop", lr=0.00025 / 4, eps=1.5e-7, clip=40.0),
-    OptimizerSpec("adam", lr=1e-4, clip=40.0),
-    batch_size=128,
-    summary="Ape-X: many actors, one prioritised replay, one learner. Horgan et al., ICLR 2018.",
+    "Ape-X: many actors, one prioritised replay, one learner. Horgan et al., ICLR 2018.",
+    {
+        VECTORS: Suited(Dqn(loss_="huber"), _APEX, _ADAM, 64),
+        IMAGES: Suited(
+            Dqn(hidden=(512,)),
+            replace(_APEX, samples_per_insert=8.0, pull_every=100, **_OF_ATARI),
+            OptimizerSpec("rmsprop", lr=0.00025 / 4, eps=1.5e-7, clip=40.0),
+            32,
+        ),
+        CONTINUOUS: Suited(Dpg(n_step=3, hidden=(128, 128)), replace(_APEX, target_every=100), _ADAM, 64),
+    },
 )
+
+_PLAIN = Dqn(n_step=1, double=False, dueling=False, loss_="huber")
+
+_GORILA = RlSettings(
+    actors=2, bundled=True, alpha=0.0, ladder=0.0, epsilon=0.05, anneal=5_000, pull_every=1, send=1, target_every=500,
+    samples_per_insert=32.0,
+)  # fmt: skip
 
 GORILA = Preset(
     "gorila",
-    RlSettings(actors=2, bundled=True, alpha=0.0, ladder=0.0, epsilon=0.1, anneal=10_000, pull_every=1, send=1),
-    Dqn(n_step=1, double=False, dueling=False),
-    Dpg(n_step=1),
-    OptimizerSpec("adagrad", lr=0.01),
-    OptimizerSpec("adagrad", lr=0.01),
-    batch_size=32,
-    summary="Gorila: bundles of an actor, a replay and a learner, over parameter servers. Nair et al., 2015.",
+    "Gorila: bundles of an actor, a replay and a learner, over parameter servers. Nair et al., 2015.",
+    {
+        VECTORS: Suited(
+            Dqn(n_step=1, double=False, dueling=False, loss_="huber"), _GORILA, replace(_ADAM, clip=None), 32
+        ),
+        IMAGES: Suited(
+            replace(_PLAIN, hidden=(512,)),
+            replace(_GORILA, samples_per_insert=8.0, **{**_OF_ATARI, "send": 1}),
+            OptimizerSpec("adagrad", lr=0.001),
+            32,
+        ),
+        CONTINUOUS: Suited(Dpg(n_step=1, hidden=(128, 128)), _GORILA, replace(_ADAM, clip=None), 32),
+    },
 )
+
+_DQN = replace(_GORILA, actors=1, bundled=False, prefetch=0, lockstep=True)
 
 DQN = Preset(
     "dqn",
-    RlSettings(
-        actors=1,
-        alpha=0.0,
-        ladder=0.0,
-        epsilon=0.1,
-        anneal=10_000,
-        pull_every=1,
-        send=1,
-        prefetch=0,
-        lockstep=True,
-        samples_per_insert=32.0,
-    ),
-    Dqn(n_step=1, double=False, dueling=False),
-    Dpg(n_step=1),
-    OptimizerSpec("rmsprop", lr=0.00025, eps=1.5e-7),
-    OptimizerSpec("adam", lr=1e-4),
-    batch_size=32,
-    summary="DQN: one actor and one learner in lockstep. Mnih et al., Nature 2015.",
+    "DQN: one actor and one learner in lockstep. Mnih et al., Nature 2015.",
+    {
+        VECTORS: Suited(_PLAIN, _DQN, replace(_ADAM, clip=None), 32),
+        IMAGES: Suited(
+            replace(_PLAIN, hidden=(512,)),
+            replace(_DQN, **{**_OF_ATARI, "send": 1}),
+            OptimizerSpec("rmsprop", lr=0.00025, eps=1e-4),
+            32,
+        ),
+        CONTINUOUS: Suited(Dpg(n_step=1, hidden=(128, 128)), _DQN, replace(_ADAM, clip=None), 32),
+    },
 )
 
 PRESETS: Mapping[str, Preset] = {each.name: each for each in (APEX, GORILA, DQN)}

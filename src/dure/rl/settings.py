@@ -17,8 +17,8 @@ class RlSettings:
 
     A replay holds `capacity` transitions; if `soft`, the surplus is removed only every `trim_every` samples. `alpha`
     is the exponent of priorities (0: uniform), `beta` that of importance weights. No batch is sampled before a replay
-    has `min_size` transitions. With `samples_per_insert`, a replay holds that ratio within `buffer` samples: it delays
-    its answers to the side that is ahead.
+    has `min_size` transitions. With `samples_per_insert`, a replay holds that ratio within `buffer` samples (0: a few
+    messages): it delays its answers to the side that is ahead.
 
     An actor sends `send` transitions in a message, and pulls the model every `pull_every` steps. Environment i of N has
     the constant epsilon `epsilon` ** (1 + `ladder` i / (N - 1)), reached from 1 over `anneal` steps; `sigma` is the

@@ -56,6 +56,8 @@ def resolve(config: TrainConfig, prebuilt: Prebuilt = Prebuilt()) -> tuple[Setup
     strategy = prebuilt.strategy or config.chosen()
     loaded = _load(config) if prebuilt.job is None and config.job and may_have_companions(config.job) else prebuilt.job
     companions = None if loaded is None else loaded.companions
+    if loaded is not None and companions is not None:
+        companions.check(config.workers or 1, config.batch_size or loaded.batch_size)
     cluster = prebuilt.cluster or asked_cluster(config, companions)
     workers = workers_of(config, cluster, companions)
     parts = check_without_job(config, strategy, workers)
@@ -144,7 +146,6 @@ def workers_of(config: TrainConfig, cluster: Cluster | None, companions: Compani
 def _learners(config: TrainConfig, cluster: Cluster | None, companions: Companions) -> int:
     """The number of workers of a job with companions, 1 if left out."""
     workers = config.workers or 1
-    companions.check(workers)
     needed = workers + companions.machines
     if cluster is not None and cluster.workers != needed:
         raise UsageError(

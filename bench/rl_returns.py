@@ -1,0 +1,84 @@
+"""Returns of real runs of reinforcement learning on this machine: three seeds of each setting, one after another.
+
+    pip install 'dure[rl]'
+    python bench/rl_returns.py [--only cartpole-apex,acrobot-apex,...] [--seeds 3] [--json FILE]
+    pip install 'dure[atari]'
+    python bench/rl_returns.py --only pong-apex --seeds 1      # 10 minutes
+
+A run ends after a number of frames. Its model is then evaluated in 100 episodes without random actions; the aim is
+that of the table. Evaluations during the run use 20 episodes. Each command is printed; it runs alone, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from typing import Any, NamedTuple
+
+
+class Aim(NamedTuple):
+    """A command of `dure rl`, and the mean return that its model should reach."""
+
+    command: str
+    mean_return: float
+
+
+AIMS = {
+    "cartpole-apex": Aim("apex --env CartPole-v1 --actors 2 --frames 200000", 475),
+    "cartpole-gorila": Aim("gorila --env CartPole-v1 --learners 2 --frames 200000", 475),
+    "cartpole-gorila-bsp": Aim("gorila --env CartPole-v1 --learners 2 --sync bsp --topology ps --frames 200000", 475),
+    "acrobot-apex": Aim("apex --env Acrobot-v1 --actors 2 --frames 200000", -100),
+    "pendulum-apex": Aim("apex --env Pendulum-v1 --actors 2 --frames 100000", -200),
+    "pong-apex": Aim("apex --env ALE/Pong-v5 --actors 2 --seconds 600 --eval-episodes 3 --eval-every 500", -20),
+}
+EPISODES = 100
+
+
+def run(command: str, seed: int) -> dict[str, Any]:
+    """The JSON object of one run."""
+    episodes = [] if "--eval-episodes" in command else ["--eval-episodes", str(EPISODES)]
+    arguments = [*command.split(), "--seed", str(seed), *episodes, "--json"]
+    print("dure rl", *arguments, flush=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "dure", "rl", *arguments], stdout=subprocess.PIPE, text=True, check=True
+    )
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def row(name: str, aim: Aim, runs: list[dict[str, Any]]) -> str:
+    """A row of the table: what each seed has reached."""
+    final = ", ".join(f"{each['mean_return']:.0f}" for each in runs)
+    best = ", ".join(f"{each['best_return']:.0f}" for each in runs)
+    met = sum(each["mean_return"] >= aim.mean_return for each in runs)
+    cells = [name, f"{aim.mean_return:g}", final, best, f"{met} of {len(runs)}"]
+    for key in ("frames", "frames_per_second", "updates", "updates_per_second", "seconds"):
+        cells.append(f"{statistics.median(each[key] for each in runs):,.0f}")
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default=",".join(name for name in AIMS if name != "pong-apex"))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--json")
+    given = parser.parse_args()
+    found = {}
+    rows = []
+    for name in given.only.split(","):
+        found[name] = [run(AIMS[name].command, seed) for seed in range(given.seeds)]
+        rows.append(row(name, AIMS[name], found[name]))
+        print(rows[-1], flush=True)
+    print("\n| setting | aim | final return | best | met | frames | frames/s | updates | updates/s | seconds |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    print("\n".join(rows))
+    if given.json:
+        with open(given.json, "w") as file:
+            json.dump(found, file)
+
+
+if __name__ == "__main__":
+    main()
