@@ -19,6 +19,8 @@ from dure.core.node import Address, Call, Reply, TensorSpec
 from dure.core.protocol import COUNT, DRIVER, OWN, WORKERS, Method, check
 from dure.errors import Refused, RemoteError
 from dure.job.optimizer import OptimizerSpec
+from dure.rl.model_service import ModelService
+from dure.rl.replay_service import ReplayService
 from dure.run.driver import Driver
 from dure.run.process import CONTROL
 from dure.runtime.process.node import Outbox, ProcessNode
@@ -49,7 +51,7 @@ SERVICES = [
     RowShard,
     SharedShard,
 ]
-SERVICES += [ShardHost]
+SERVICES += [ShardHost, ReplayService, ModelService]
 
 
 def refusal(method, fields, caller="worker 1"):

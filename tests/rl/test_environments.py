@@ -284,3 +284,34 @@ def test_a_lost_life_does_not_end_an_episode():
         lives.add(info["lives"])
         assert terminated == (info["lives"] == 0)
     assert lives == {3, 2, 1, 0}
+
+
+# ---- environments that break their promises
+
+
+class Broken(gymnasium.Env):
+    observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (3,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+    observation, reward = np.zeros(3, np.float32), 1.0
+
+    def reset(self, *, seed=None, options=None):
+        return np.zeros(3, np.float32), {}
+
+    def step(self, action):
+        return self.observation, self.reward, False, False, {}
+
+
+@pytest.mark.parametrize(
+    ("observation", "reward", "says"),
+    [
+        (np.zeros(4), 1.0, r"an observation of shape \(4,\), and its observation_space has the shape \(3,\)"),
+        (0.0, 1.0, r"an observation of shape \(\)"),
+        (np.array([0, np.nan, 0]), 1.0, "an observation with NaN or infinity after 1 steps"),
+        (np.zeros(3), np.inf, "a reward with NaN or infinity"),
+    ],
+)
+def test_an_observation_or_reward_that_no_learner_can_use_is_refused(observation, reward, says):
+    broken = type("Given", (Broken,), {"observation": observation, "reward": reward})
+    environments = Environments(broken, 2, seed=0)
+    with pytest.raises(UsageError, match=says):
+        environments.step(np.zeros(2, np.int64))

@@ -63,6 +63,7 @@ class Given:
             begun=SimpleNamespace(done=begun),
             now=lambda: 1.0,
             go_on_without=self.without.append,
+            companions=Recorder(),
         )
 
     def _frozen(self, watched):

@@ -55,11 +55,15 @@ class WhenLost(Enum):
 
 @dataclass(frozen=True, slots=True)
 class NodeSpec:
-    """A node to start: on the machine of the node `beside`, or on one of its own; and the effect of its loss."""
+    """A node to start: on the machine of the node `beside`, or on one of its own; and the effect of its loss.
+
+    A node that the run can lose may join `joins_after` seconds after the start of the run.
+    """
 
     id: NodeId
     beside: NodeId | None = None
     when_lost: WhenLost = WhenLost.END
+    joins_after: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,10 @@ class Companion(Protocol):
         """Work until the run ends; the run ends the task."""
         ...
 
+    def count_on(self, figures: Figures) -> None:
+        """Count on from the figures of an incarnation that has failed."""
+        ...
+
     def figures(self) -> Figures:
         """The node's counts so far."""
         ...

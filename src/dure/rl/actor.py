@@ -76,8 +76,8 @@ class Actor:
         self._values = torch.empty_like(replica.params)
         self._since_pull = 0
         self.count = len(environments.observations)
-        kept = settings.send + algorithm.n_step + 2 * (layout.frames.stack if layout.frames else 0) + 8
-        self._frames = None if layout.frames is None else FrameWindow(layout.frames, self.count, kept)
+        pending = settings.send + algorithm.n_step + 1
+        self._frames = None if layout.frames is None else FrameWindow(layout.frames, self.count, pending)
         self._references = self._first(range(self.count))
 
     async def work(self) -> None:
@@ -194,6 +194,9 @@ class Actor:
         frames = self.steps * self.environments.frames_per_step
         counts = {"steps": self.steps, "frames": frames, "episodes": self.episodes, "sent": self.sent}
         return {**counts, "version": self.version, **({} if math.isnan(recent) else {"recent_return": recent})}
+
+    def count_on(self, figures: Figures) -> None:
+        self.steps, self.sent, self.episodes = (int(figures.get(name, 0)) for name in ("steps", "sent", "episodes"))
 
     def state(self) -> State:
         """The counts: an actor that is started again begins new episodes."""

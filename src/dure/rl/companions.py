@@ -21,7 +21,7 @@ from dure.core.node import Address, Node
 from dure.errors import UsageError
 from dure.job.replica import Replica
 from dure.rl.actor import Actor
-from dure.rl.environments import Environments
+from dure.rl.environments import Environments, frames_per_step
 from dure.rl.exploration import ladder
 from dure.rl.grader import EpisodeGrader
 from dure.rl.messages import with_version
@@ -30,6 +30,7 @@ from dure.rl.outliers import OutlierFilter
 from dure.rl.rate_limiter import RateLimiter
 from dure.rl.replay import Replay
 from dure.rl.replay_service import ReplayService
+from dure.rl.settings import MOST
 from dure.rl.source import ReplaySource
 
 if TYPE_CHECKING:
@@ -72,6 +73,9 @@ class ActorsAndReplays:
 
     def check(self, workers: int, batch_size: int) -> None:
         settings = self.settings
+        if batch_size > MOST:
+            raise UsageError(f"a batch of {batch_size} transitions is above the largest sample. Give at most {MOST}.")
+        self._check_frames()
         if settings.lockstep and settings.samples_per_insert % batch_size:
             raise UsageError(
                 f"in lockstep samples_per_insert={settings.samples_per_insert:g} must be a multiple of the batch size, "
@@ -85,11 +89,22 @@ class ActorsAndReplays:
         if settings.lockstep and workers != 1:
             raise UsageError(f"lockstep is for one learner, and there are {workers}. Use one, or lockstep=false.")
 
+    def _check_frames(self) -> None:
+        """Raise `UsageError` if the actors stop before each replay has its first `min_size` transitions."""
+        settings = self.settings
+        needed = settings.min_size * (settings.actors if settings.bundled else settings.replays) * self.frames_per_step
+        if 0 < settings.frames < needed:
+            raise UsageError(
+                f"the actors stop after frames={settings.frames}, and no batch is sampled before each replay has "
+                f"min_size={settings.min_size} transitions, {needed} frames in all. Give more frames, or a smaller "
+                "min_size."
+            )
+
     def nodes(self, workers: int) -> Sequence[NodeSpec]:
         bundled = self.settings.bundled
         learners = [NodeId(WORKER, rank) for rank in range(workers)]
         actors = [
-            NodeSpec(NodeId(ACTOR, rank), learners[rank] if bundled else None, WhenLost.GO_ON)
+            NodeSpec(NodeId(ACTOR, rank), learners[rank] if bundled else None, WhenLost.GO_ON, self._joins_after(rank))
             for rank in range(self.settings.actors)
         ]
         replays = [
@@ -98,13 +113,17 @@ class ActorsAndReplays:
         ]
         return [*actors, *replays]
 
+    def _joins_after(self, actor: int) -> float:
+        return self.settings.late_seconds if actor >= self.settings.actors - self.settings.late else 0.0
+
     def _replay_of(self, actor: int) -> Address:
         replays = self.settings.actors if self.settings.bundled else self.settings.replays
         return Address(str(NodeId(REPLAY, actor % replays)), "replay")
 
-    def _actors_of(self, replay: int) -> int:
-        """The number of actors that send to a replay."""
-        return sum(self._replay_of(actor).node == str(NodeId(REPLAY, replay)) for actor in range(self.settings.actors))
+    def _actors_of(self, replay: int) -> list[str]:
+        """The actors that send to a replay."""
+        ranks = range(self.settings.actors)
+        return [str(NodeId(ACTOR, rank)) for rank in ranks if self._replay_of(rank).node == str(NodeId(REPLAY, replay))]
 
     def _replays_of(self, worker: int) -> list[Address]:
         """The replays that a worker samples from, in turn."""
@@ -122,6 +141,14 @@ class ActorsAndReplays:
         found = self.algorithm.layout(made.observation_space, made.action_space)
         made.close()
         return with_version(found)
+
+    @cached_property
+    def frames_per_step(self) -> int:
+        """Emulator frames of a step of an actor in one environment."""
+        made = self.factory()
+        found = frames_per_step(made)
+        made.close()
+        return found
 
     def companion(self, shape: RunShape, node: Node) -> Companion:
         return self._actor(shape, node) if node.name.startswith(ACTOR) else self._replay(shape, node)
@@ -244,12 +271,15 @@ class ActorsAndReplays:
                 "ratio": last["replay_ratio"],
                 "bytes": int(_sum(replays, "bytes")),
             },
-            "param_lag": {"mean": last["param_lag"], "max": max((each["lag_max"] for each in replays), default=0.0)},
+            "param_lag": {
+                "mean": last["param_lag"],
+                "max": max((each.get("lag_max", 0.0) for each in replays), default=0.0),
+            },
         }
 
 
 def _sum(found: Sequence[Figures], name: str) -> float:
-    return sum(each[name] for each in found)
+    return sum(each.get(name, 0) for each in found)
 
 
 def _drawn(*stream: int) -> int:

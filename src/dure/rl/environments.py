@@ -82,15 +82,14 @@ class Environments:
         first = self._environments[0]
         self.observation_space = first.observation_space
         self.action_space = first.action_space
-        atari = _atari(first)
-        self.frames_per_step = 1 if atari is None else int(atari.frame_skip)
-        self._clip = atari is not None
+        self.frames_per_step = frames_per_step(first)
+        self._clip = _atari(first) is not None
         self._returns = [0.0] * count
         self._lengths = [0] * count
         streams = np.random.SeedSequence(seed).spawn(count)
         self.observations = np.stack(
             [
-                each.reset(seed=int(stream.generate_state(1)[0]))[0]
+                self._checked(each.reset(seed=int(stream.generate_state(1)[0]))[0])
                 for each, stream in zip(self._environments, streams, strict=True)
             ]
         )
@@ -102,8 +101,8 @@ class Environments:
         terminated, truncated = np.zeros(count, dtype=np.bool_), np.zeros(count, dtype=np.bool_)
         ended: list[int] = []
         for stream, environment in enumerate(self._environments):
-            after[stream], reward, end, limit, _ = environment.step(actions[stream])
-            rewards[stream] = reward
+            observation, reward, end, limit, _ = environment.step(actions[stream])
+            after[stream], rewards[stream] = self._checked(observation), reward
             self._returns[stream] += float(reward)
             self._lengths[stream] += 1
             if end or limit:
@@ -113,11 +112,28 @@ class Environments:
         if ended:
             after = final.copy()
             for stream in ended:
-                after[stream] = self._environments[stream].reset()[0]
+                after[stream] = self._checked(self._environments[stream].reset()[0])
+        self._check_finite(final, rewards)
         if self._clip:
             np.clip(rewards, -1, 1, out=rewards)
         self.observations = after
         return VectorStep(final, after, rewards, terminated, truncated, [self._episode(stream) for stream in ended])
+
+    def _checked(self, observation: Any) -> Any:
+        """`observation`, of the shape that its space has: an array of another shape could be broadcast to it."""
+        if np.shape(observation) != self.observation_space.shape:
+            raise UsageError(
+                f"the environment gave an observation of shape {np.shape(observation)}, and its observation_space has "
+                f"the shape {self.observation_space.shape}. Both must be the same."
+            )
+        return observation
+
+    def _check_finite(self, observations: np.ndarray, rewards: np.ndarray) -> None:
+        for found, values in (("an observation", observations), ("a reward", rewards)):
+            if values.dtype.kind == "f" and not np.isfinite(values).all():
+                raise UsageError(
+                    f"the environment gave {found} with NaN or infinity after {max(self._lengths)} steps of an episode."
+                )
 
     def _episode(self, stream: int) -> Episode:
         """The episode that `stream` has just ended. The next one counts from zero."""
@@ -204,6 +220,12 @@ def _atari_game(name: str) -> gymnasium.Env[Any, Any]:
 
     game = gymnasium.make(name, frameskip=1)  # the wrapper repeats actions
     return FrameStackObservation(AtariPreprocessing(game, noop_max=NO_OPS), FRAME_STACK)
+
+
+def frames_per_step(environment: Any) -> int:
+    """Emulator frames of a step: those that an Atari game repeats an action for, 1 for other environments."""
+    atari = _atari(environment)
+    return 1 if atari is None else int(atari.frame_skip)
 
 
 def _atari(environment: Any) -> AtariPreprocessing | None:

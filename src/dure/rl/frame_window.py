@@ -12,15 +12,15 @@ from dure.rl.transitions import FRAMES, STACKED, FrameLayout, Transitions
 class FrameWindow:
     """Numbers the frames of `streams` environments, and keeps those that transitions may still refer to.
 
-    An observation is a stack of frames, the newest last; its reference is the numbers of its frames. `kept` frames of
-    each stream stay.
+    An observation is a stack of frames, the newest last; its reference is the numbers of its frames. The frames of the
+    last `steps` steps of each stream stay: at most those of two observations for each, where episodes are short.
     """
 
-    def __init__(self, layout: FrameLayout, streams: int, kept: int) -> None:
+    def __init__(self, layout: FrameLayout, streams: int, steps: int) -> None:
         self.layout = layout
         self._frames: dict[int, np.ndarray] = {}
         self._order = [deque[int]() for _ in range(streams)]
-        self._kept = kept
+        self._kept = 2 * layout.stack * steps
         self._next = 0
 
     def whole(self, stream: int, observation: np.ndarray) -> np.ndarray:
@@ -32,7 +32,12 @@ class FrameWindow:
         return np.array(numbers)
 
     def next(self, stream: int, before: np.ndarray, observation: np.ndarray) -> np.ndarray:
-        """The reference of the observation after the one of reference `before`."""
+        """The reference of the observation after the one of reference `before`.
+
+        An observation that is no stack of consecutive frames, such as a color image, is kept as a whole.
+        """
+        if not all(map(np.array_equal, observation[:-1], (self._frames[int(number)] for number in before[1:]))):
+            return self.whole(stream, observation)
         return np.append(before[1:], self._add(stream, observation[-1]))
 
     def packed(self, values: Transitions) -> Transitions:

@@ -20,7 +20,7 @@ import torch
 
 from dure.core import user_code
 from dure.core.spec_text import nearest
-from dure.core.user_code import as_name
+from dure.core.user_code import as_name, explain_user_errors
 from dure.errors import UsageError
 from dure.job.data.dataset import Data
 from dure.job.job import Job
@@ -161,6 +161,8 @@ def rl_job(
     layout = algorithm.layout(*spaces)
     observation = next(each for each in layout.columns if each.name == "observation")
     example = torch.zeros((1, *observation.shape), dtype=getattr(torch, observation.dtype))
+    if network is not None:
+        _check_network(network, algorithm.network(*spaces), example)
     return Job(
         model=network or (lambda: algorithm.network(*spaces)),
         loss=lambda outputs, _: outputs.square().mean(),
@@ -182,6 +184,28 @@ def rl_job(
         ),
     )
 
+
+def _check_network(network: Callable[[], nn.Module], own: nn.Module, example: torch.Tensor) -> None:
+    """Raise `UsageError` if a module of `network` does not give the outputs that the algorithm's `own` gives."""
+    module = network()
+    if missing := [name for name in ("policy", "critic") if hasattr(own, name) and not hasattr(module, name)]:
+        raise UsageError(
+            f"the network needs the methods policy and critic for continuous actions; it has no {missing[0]}."
+        )
+    if hasattr(own, "policy"):
+        return
+    with torch.inference_mode(), explain_user_errors(f"the network, given observations {tuple(example.shape)}, raised"):
+        found = module(example)
+    wanted = own(example).shape
+    if getattr(found, "shape", None) != wanted:
+        raise UsageError(
+            f"the network gives {_described(found)} for {len(example)} observation, and one value for each action is "
+            f"needed: {tuple(wanted)}."
+        )
+
+
+def _described(outputs: Any) -> str:
+    return f"outputs of shape {tuple(outputs.shape)}" if isinstance(outputs, torch.Tensor) else type(outputs).__name__
 
 _APEX = RlSettings(soft=True, samples_per_insert=32.0, send=20, pull_every=20, ladder=3.0, target_every=128)
 _OF_ATARI: Mapping[str, Any] = {"min_size": 5_000, "target_every": 500, "send": 50, "act_seconds": 2e-3}

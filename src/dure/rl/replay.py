@@ -96,7 +96,7 @@ class Replay:
     def insert(self, values: Transitions, priorities: NDArray[np.floating] | None) -> range:
         """Store transitions; the range of their keys."""
         count = self._checked(values)
-        weights = self._weights(priorities, count) if self.alpha else None
+        weights = self._weights(self._checked_priorities(priorities, count)) if self.alpha else None
         keys = range(self.inserted, self.inserted + count)
         self._evict(keys.stop - self.storage)
         if self._frames is not None:
@@ -171,20 +171,24 @@ class Replay:
         """Set priorities; the number of keys that were not evicted. Of several priorities of one key the last stays."""
         live = (keys >= self.evicted) & (keys < self.inserted)
         if self._tree is not None:
-            weights = self._weights(priorities, len(keys))
-            self._tree.set(keys[live] % self.storage, weights[live])
+            given = self._checked_priorities(priorities, len(keys))
+            self._tree.set(keys[live] % self.storage, self._weights(given[live]))
         return int(live.sum())
 
-    def _weights(self, priorities: NDArray[np.floating] | None, count: int) -> NDArray[np.float64]:
-        """The priorities to the power of alpha, which the tree holds."""
+    def _checked_priorities(self, priorities: NDArray[np.floating] | None, count: int) -> NDArray[np.float64]:
+        """`count` priorities: those given, or the maximum so far."""
         if priorities is None:
-            return np.full(count, self._maximum**self.alpha)
+            return np.full(count, self._maximum)
         given = np.asarray(priorities, np.float64)
         least, most = given.min(initial=0), given.max(initial=0)  # NaN if one is
         if given.shape != (count,) or not (least >= 0 and most < np.inf):
             raise UsageError(f"priorities must be {count} finite numbers of at least 0, got {priorities}.")
-        self._maximum = max(self._maximum, float(most))
-        return np.maximum(given, PRIORITY_FLOOR) ** self.alpha
+        return given
+
+    def _weights(self, priorities: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The priorities to the power of alpha, which the tree holds; their maximum counts."""
+        self._maximum = max(self._maximum, float(priorities.max(initial=0)))
+        return np.maximum(priorities, PRIORITY_FLOOR) ** self.alpha
 
     # ---- eviction
 

@@ -14,7 +14,7 @@ leaves its bounds by at most one message.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -25,19 +25,17 @@ from dure.core.protocol import COUNT, FINITE, WORKERS, Method
 from dure.core.state import State
 from dure.errors import Refused, WorkOver
 from dure.rl.messages import check_priorities, inserted_specs, insertion_of, sampled_nbytes, sampled_tensors
+from dure.rl.settings import MOST
 
 if TYPE_CHECKING:
     from dure.job.companions import Figures
     from dure.rl.rate_limiter import RateLimiter
     from dure.rl.replay import Replay, Sample
 
-MOST = 4096
-"""Transitions of a message, at most."""
-
 
 class ReplayService:
-    """`replay` at `node`, with the pace of `limiter`. The surplus is removed every `trim_every` batches. So
-    many `actors` insert into it.
+    """`replay` at `node`, with the pace of `limiter`. The surplus is removed every `trim_every` batches. The nodes
+    called `actors` insert into it.
 
     A transition has the version of the model that its actor used in the column `version`. The lag of a sampled
     transition is the version of the sampling worker less that one.
@@ -45,7 +43,9 @@ class ReplayService:
 
     saves = True
 
-    def __init__(self, node: Node, replay: Replay, limiter: RateLimiter, *, trim_every: int, actors: int) -> None:
+    def __init__(
+        self, node: Node, replay: Replay, limiter: RateLimiter, *, trim_every: int, actors: Collection[str]
+    ) -> None:
         self.node = node
         self.replay = replay
         self.limiter = limiter
@@ -84,7 +84,10 @@ class ReplayService:
         return handler(call)
 
     async def _insert(self, call: Call) -> Reply:
+        self._check_actor(call)
         values, priorities = insertion_of(self.replay.layout, call.tensors)
+        if len(values["version"]) > self.replay.storage:
+            raise Refused(f"{len(values['version'])} transitions do not fit into a replay of {self.replay.storage}.")
         keys = await self.node.compute(Apply(partial(self.replay.insert, values, priorities), _nbytes(call.tensors)))
         call.release()
         self.limiter.inserted(len(keys))
@@ -97,6 +100,8 @@ class ReplayService:
         count = call.fields["count"]
         if not 0 < count <= MOST:
             raise Refused(f"a sample has 1 to {MOST} transitions, and {call.caller} asked for {count}.")
+        if not 0 <= call.fields["beta"] <= 1:
+            raise Refused(f"beta must be between 0 and 1, and {call.caller} asked for {call.fields['beta']}.")
         while not self._is_over() and not self.limiter.can_sample(count):
             await self._change("inserts, which are behind the samples")
         if self._is_over():
@@ -112,10 +117,15 @@ class ReplayService:
         return Reply({}, sampled_tensors(self.replay.layout, sample))
 
     def _is_over(self) -> bool:
-        return len(self.through) >= self.actors
+        return len(self.through) >= len(self.actors)
+
+    def _check_actor(self, call: Call) -> None:
+        if call.caller not in self.actors:
+            raise Refused(f"{call.caller} does not insert here; {', '.join(sorted(self.actors))} do.")
 
     def _finish(self, call: Call) -> Reply:
         """Note that an actor sends nothing more."""
+        self._check_actor(call)
         self.through.add(call.caller)
         self._changed()
         return Reply()
@@ -146,6 +156,9 @@ class ReplayService:
 
     async def work(self) -> None:
         """Do nothing: a replay only serves."""
+
+    def count_on(self, figures: Figures) -> None:
+        """Do nothing: a replay comes back with its state."""
 
     def figures(self) -> Figures:
         replay, (lagged, lag, most) = self.replay, self.lags

@@ -6,6 +6,9 @@ from dataclasses import dataclass, fields
 
 from dure.errors import UsageError
 
+MOST = 4096
+"""Transitions of a message, at most."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RlSettings:
@@ -27,6 +30,8 @@ class RlSettings:
     steps that its transitions allow.
 
     A gradient whose loss is more than `outlier` standard deviations above the mean loss is dropped; 0: none.
+
+    The last `late` actors join `late_seconds` after the start of the run.
 
     Actors stop after `frames` frames of all of them together, and the run ends then; 0: without limit.
 
@@ -56,13 +61,15 @@ class RlSettings:
     prefetch: int = 2
     lockstep: bool = False
     outlier: float = 0.0
+    late: int = 0
+    late_seconds: float = 0.0
     frames: int = 0
     act_seconds: float = 2e-4
     update_seconds: float | None = None
 
     def __post_init__(self) -> None:
         least = {"actors": 1, "environments": 1, "replays": 1, "capacity": 1, "send": 1, "pull_every": 1}
-        least |= {"target_every": 1, "min_size": 1, "prefetch": 0, "anneal": 0, "trim_every": 1, "frames": 0}
+        least |= {"target_every": 1, "min_size": 1, "prefetch": 0, "anneal": 0, "trim_every": 1, "frames": 0, "late": 0}
         for name, low in least.items():
             if getattr(self, name) < low:
                 raise UsageError(f"{name} must be a whole number of at least {low}, got {getattr(self, name)}.")
@@ -72,11 +79,25 @@ class RlSettings:
                 raise UsageError(f"{each.name} must be a number of at least 0, got {value}.")
         if not self.epsilon <= 1:
             raise UsageError(f"epsilon is the share of random actions and must be at most 1, got {self.epsilon}.")
+        if not self.beta <= 1:
+            raise UsageError(f"beta is the exponent of importance weights and must be at most 1, got {self.beta}.")
         if self.min_size > self.capacity:
             raise UsageError(
                 f"min_size={self.min_size} transitions never fit into a replay of capacity={self.capacity}. "
                 f"Give at most {self.capacity}, or a larger capacity."
             )
+        if self.send > min(MOST, self.capacity):
+            raise UsageError(
+                f"send={self.send} transitions of a message must fit into a replay, and be at most {MOST}. "
+                f"Give at most {min(MOST, self.capacity)}."
+            )
+        if self.late >= self.actors:
+            raise UsageError(
+                f"late={self.late} of actors={self.actors} would join late, and a run starts with one at least. "
+                f"Give at most {self.actors - 1}."
+            )
+        if self.late and not self.late_seconds:
+            raise UsageError(f"late={self.late} actors need the time at which they join: give late_seconds.")
         if self.replays > self.actors:
             raise UsageError(
                 f"replays={self.replays} is above actors={self.actors}, and each replay needs an actor that fills it. "

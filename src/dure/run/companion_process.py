@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dure.errors import DureError, RemoteError
+from dure.errors import CallTimeout, DamagedFrame, DureError, PeerLost, RemoteError
 from dure.run import checkpoint
 from dure.run.process import FAILURE_TEXT, Control, FaultSettings, RunProcess
 from dure.run.snapshots import DRIVER_ADDRESS
@@ -42,16 +42,19 @@ class CompanionProcess(RunProcess):
                 self.companion.restore(part)
         go = await node.call(DRIVER_ADDRESS, "ready")
         node.begin(go.fields["seconds"])
+        self.companion.count_on(go.fields["figures"])
         node.spawn(self._work(), "its work")
         node.spawn(self._report_often(), "its reports")
         await self.bye
 
     async def _work(self) -> None:
-        """Work; an error of its own ends the run."""
+        """Work; an error of dure, or the refusal of a call, ends the run."""
         try:
             await self.companion.work()
-        except RemoteError:
+        except (PeerLost, CallTimeout):
             return  # the run ends, or the node that it works with has failed
+        except DamagedFrame:
+            raise  # the process ends, and is started again
         except DureError as error:
             kind, message = type(error).__name__, str(error)[:FAILURE_TEXT]
             await self.node.call(DRIVER_ADDRESS, "failed", kind=kind, message=message, refused=0)

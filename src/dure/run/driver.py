@@ -125,7 +125,7 @@ class Driver:
         self.registration = Registration(node, roster, lambda: node.begin(self.progress.totals.seconds))
         self.commands = commands = Commands(node, roster, self.registration.registered, setup.clocks)
         self.progress = progress = RunProgress(setup, roster)
-        self.companions = CompanionTracker(setup)
+        self.companions = CompanionTracker(setup, lambda name: self.failures.cause(name))
         self.history = History(setup, self.callbacks, progress, node.now, self.companions.row)
         self.results = Results(setup, node, roster, commands)
         shared: dict[str, Any] = {"progress": progress, "commands": commands}
@@ -142,7 +142,7 @@ class Driver:
             restarts=self.restarts,
             liveness=self.liveness,
             begun=self.registration.begun,
-            now=node.now,
+            now=self._seconds,
             go_on_without=self._go_on_without,
             companions=self.companions,
             **shared,
@@ -232,6 +232,8 @@ class Driver:
         if evaluates:
             self.history.evaluating_worker = call.caller
         go = {"seconds": self.node.now(), "evaluates": evaluates}
+        if call.caller in self.roster.companions:
+            return Reply({**go, "figures": self.companions.begin(call.caller)})
         return Reply({**go, "suspending": self.checkpoints.suspending, "checkpoint": self.checkpoints.due})
 
     def _report(self, call: Call) -> Reply:
@@ -290,7 +292,7 @@ class Driver:
             totals.failures_survived = after.progress.totals.failures_survived + 1
             self.failures.causes.update(after.failures.causes)
         for name in (*self.roster.servers, *self.roster.companions, *self.roster.workers):
-            if name not in self.roster.finished:
+            if name in self.roster.expected:
                 self.start(name, resume=resume)
         while not self._all_finished():
             self.turn()
@@ -323,14 +325,18 @@ class Driver:
             self.supervisor.failed(name, f"exit status {status}")
         self.history.evaluator.look()
         self.failures.look()
-        for name in self.restarts.due(self.node.now(), self.launcher.exited):
+        for name in self.restarts.due(self._seconds(), self.launcher.exited):
             self.progress.totals.failures_survived += 1
             self.start(name, resume=self.folder)
-        for name in self.companions.due(self.node.now(), self.launcher.exited):
+        for name in self.companions.due(self._seconds(), self.launcher.exited):
             self.start(name)
         self.failures.check(self.roster.workers, self.restarts)
         self.last_checkpoint.look()
         self.registration.check()
+
+    def _seconds(self) -> float:
+        """Seconds of the run; 0 until it has begun."""
+        return self.node.now() if self.registration.begun.done else 0.0
 
     def begin_again(self) -> float | None:
         """After an error: seconds until another driver may go on from the last checkpoint; None if none may."""
@@ -414,7 +420,8 @@ class Driver:
             self.progress.count_lost(name)
             self.roster.dismissed.add(name)
             self.launcher.signal(name, signal.SIGKILL)  # a stopped process would close no connection
-        for name in (*self.roster.finished, *self.roster.companions, *self.roster.servers):
+        companions = self.roster.expected.intersection(self.roster.companions)
+        for name in (*self.roster.finished, *companions, *self.roster.servers):
             self.roster.dismissed.add(name)
             await self.commands.bye(name)
 

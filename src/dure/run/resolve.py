@@ -64,6 +64,8 @@ def resolve(config: TrainConfig, prebuilt: Prebuilt = Prebuilt()) -> tuple[Setup
     given = _load(config) if loaded is None else loaded
     job = _build_job(config, strategy, workers // parts, given if prebuilt.job is None else _adjusted(given, config))
     whole = config.batch_sizes or (job.batch_size,) * (workers // parts)
+    if companions is not None:
+        companions.check(workers, max(whole))
     if isinstance(strategy.sync, OfEpochs):
         strategy = replace(strategy, sync=strategy.sync.with_epoch(job.train.steps(1.0, sum(whole))))
     sizes = _of_partition(pipeline_of(strategy.partition), whole)

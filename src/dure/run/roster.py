@@ -36,7 +36,8 @@ class ProcessRoster:
         self.workers = [name for name in deployment.names(WORKER) if NodeId.of(name).rank not in absent]
         self._deployment = deployment
         self.companions = [str(node.id) for node in companions_of(deployment)]
-        self.expected = {*self.servers, *self.workers, *self.companions}
+        late = {str(node.id) for node in companions_of(deployment) if node.joins_after}
+        self.expected = {*self.servers, *self.workers, *self.companions} - late
         self.present, self.ready, self.dismissed = set[str](), set[str](), set[str]()
         self.evicted: dict[str, str] = {}
         self.failed: dict[str, str] = {}

@@ -79,13 +79,12 @@ class Supervisor:
         self.progress.at.pop(name, None)
         if name in self.roster.servers and self.begun.done:
             self.restarts.failed(name, self.now())
-        if name in self.roster.companions:
-            self.companions.failed(name, self.now())
         if not self.can_lose(name) or name in self.failures.reported:
             return
         self.roster.evicted.pop(name, None)
         self.progress.totals.failures_survived += 1
         if name in self.roster.companions:
+            self.companions.failed(name, self.now())
             return
         self.progress.count_lost(name)
         if name not in self.roster.ready and self.roster.servers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dure.core.deployment import NodeId
@@ -55,11 +56,14 @@ class VirtualCompanions:
             name = str(spec.id)
             node = self._runtime.node(name, spec.id.rank)
             self._runtime.durations[name] = self._stream(spec)
-            if name in self._absent:
+            late = spec.joins_after > self._runtime.kernel.now
+            if name in self._absent or late:
                 node.alive = False
                 self._gone.add(name)
             else:
                 self._begin(name, parts)
+            if late and name not in self._absent:
+                self._runtime.kernel.external_event(spec.joins_after, partial(self.join, name))
 
     def _stream(self, spec: NodeSpec) -> Durations:
         seed, names = self._setup.config.seeded, self._setup.machine_nodes

@@ -1,0 +1,63 @@
+"""Requests that no run could carry out are refused before anything starts."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from dure.errors import UsageError
+from dure.rl import jobs
+from dure.rl.settings import MOST, RlSettings
+
+
+@pytest.mark.parametrize(
+    ("outputs", "says"),
+    [(5, r"outputs of shape \(1, 5\) .* needed: \(1, 2\)"), (None, "mat1 and mat2"), ((), "gives tuple")],
+)
+def test_a_network_of_other_outputs_is_refused(outputs, says):
+    class Empty(nn.Module):
+        def forward(self, inputs):
+            return ()
+
+    network = {5: nn.Linear(4, 5), None: nn.Linear(9, 2), (): Empty()}[outputs]
+    with pytest.raises(UsageError, match=says):
+        jobs.apex(env="CartPole-v1", network=lambda: network)
+
+
+def test_continuous_actions_need_a_policy_and_a_critic():
+    with pytest.raises(UsageError, match="has no policy"):
+        jobs.apex(env="Pendulum-v1", network=lambda: nn.Linear(3, 1))
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"send": MOST + 1}, f"Give at most {MOST}"),
+        ({"send": 50, "capacity": 20, "min_size": 10}, "Give at most 20"),
+        ({"actors": 3, "late": 3, "late_seconds": 1.0}, "Give at most 2"),
+        ({"actors": 3, "late": 1}, "give late_seconds"),
+        ({"beta": 1.5}, "at most 1"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(given, says):
+    with pytest.raises(UsageError, match=says):
+        RlSettings(**given)
+
+
+def test_actors_that_stop_before_the_first_batch_are_refused():
+    companions = jobs.apex(env="CartPole-v1", actors=2, replays=2, min_size=100, frames=199).companions
+    with pytest.raises(UsageError, match="200 frames in all"):
+        companions.check(1, 64)
+    jobs.apex(env="CartPole-v1", actors=2, replays=2, min_size=100, frames=200).companions.check(1, 64)
+
+
+def test_a_batch_above_the_largest_sample_is_refused():
+    companions = jobs.apex(env="CartPole-v1").companions
+    companions.check(1, MOST)
+    with pytest.raises(UsageError, match="largest sample"):
+        companions.check(1, MOST + 1)
+
+
+def test_the_actors_of_the_highest_ranks_join_late():
+    nodes = jobs.apex(env="CartPole-v1", actors=4, late=2, late_seconds=3.0).companions.nodes(1)
+    assert [node.joins_after for node in nodes] == [0, 0, 3, 3, 0]
