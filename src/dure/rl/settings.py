@@ -77,8 +77,12 @@ class RlSettings:
             value = getattr(self, each.name)
             if isinstance(value, float) and not value >= 0:
                 raise UsageError(f"{each.name} must be a number of at least 0, got {value}.")
-        if not self.epsilon <= 1:
-            raise UsageError(f"epsilon is the share of random actions and must be at most 1, got {self.epsilon}.")
+        self._check_replays()
+        self._check_actors()
+        if self.lockstep and not self.samples_per_insert:
+            raise UsageError("lockstep needs samples_per_insert: the batch size times the updates for each step.")
+
+    def _check_replays(self) -> None:
         if not self.beta <= 1:
             raise UsageError(f"beta is the exponent of importance weights and must be at most 1, got {self.beta}.")
         if self.min_size > self.capacity:
@@ -91,6 +95,15 @@ class RlSettings:
                 f"send={self.send} transitions of a message must fit into a replay, and be at most {MOST}. "
                 f"Give at most {min(MOST, self.capacity)}."
             )
+        if self.replays > self.actors:
+            raise UsageError(
+                f"replays={self.replays} is above actors={self.actors}, and each replay needs an actor that fills it. "
+                f"Give at most {self.actors}."
+            )
+
+    def _check_actors(self) -> None:
+        if not self.epsilon <= 1:
+            raise UsageError(f"epsilon is the share of random actions and must be at most 1, got {self.epsilon}.")
         if self.late >= self.actors:
             raise UsageError(
                 f"late={self.late} of actors={self.actors} would join late, and a run starts with one at least. "
@@ -98,15 +111,8 @@ class RlSettings:
             )
         if self.late and not self.late_seconds:
             raise UsageError(f"late={self.late} actors need the time at which they join: give late_seconds.")
-        if self.replays > self.actors:
-            raise UsageError(
-                f"replays={self.replays} is above actors={self.actors}, and each replay needs an actor that fills it. "
-                f"Give at most {self.actors}."
-            )
         if self.lockstep and (self.actors, self.environments, self.send, self.pull_every) != (1, 1, 1, 1):
             raise UsageError(
                 "lockstep alternates single steps of one actor and the worker: write actors=1, environments=1, send=1 "
                 "and pull_every=1."
             )
-        if self.lockstep and not self.samples_per_insert:
-            raise UsageError("lockstep needs samples_per_insert: the batch size times the updates for each step.")
