@@ -207,6 +207,7 @@ def _check_network(network: Callable[[], nn.Module], own: nn.Module, example: to
 def _described(outputs: Any) -> str:
     return f"outputs of shape {tuple(outputs.shape)}" if isinstance(outputs, torch.Tensor) else type(outputs).__name__
 
+
 _APEX = RlSettings(soft=True, samples_per_insert=32.0, send=20, pull_every=20, ladder=3.0, target_every=128)
 _OF_ATARI: Mapping[str, Any] = {"min_size": 5_000, "target_every": 500, "send": 50, "act_seconds": 2e-3}
 _ADAM = OptimizerSpec("adam", lr=1e-3, clip=10.0)

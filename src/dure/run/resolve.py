@@ -57,15 +57,14 @@ def resolve(config: TrainConfig, prebuilt: Prebuilt = Prebuilt()) -> tuple[Setup
     loaded = _load(config) if prebuilt.job is None and config.job and may_have_companions(config.job) else prebuilt.job
     companions = None if loaded is None else loaded.companions
     if loaded is not None and companions is not None:
-        companions.check(config.workers or 1, config.batch_size or loaded.batch_size)
+        sizes = config.batch_sizes or (config.batch_size or loaded.batch_size,)
+        companions.check(config.workers or 1, max(sizes))
     cluster = prebuilt.cluster or asked_cluster(config, companions)
     workers = workers_of(config, cluster, companions)
     parts = check_without_job(config, strategy, workers)
     given = _load(config) if loaded is None else loaded
     job = _build_job(config, strategy, workers // parts, given if prebuilt.job is None else _adjusted(given, config))
     whole = config.batch_sizes or (job.batch_size,) * (workers // parts)
-    if companions is not None:
-        companions.check(workers, max(whole))
     if isinstance(strategy.sync, OfEpochs):
         strategy = replace(strategy, sync=strategy.sync.with_epoch(job.train.steps(1.0, sum(whole))))
     sizes = _of_partition(pipeline_of(strategy.partition), whole)
