@@ -36,7 +36,7 @@ def row(place, *, frames=1000, mean_return=10.0):
         "replay_size": 900 * place,
         "inserts": 900 * place,
         "replay_samples": 6400 * place,
-        "replay_ratio": 7.1,
+        "replay_ratio": 6.9 + 0.05 * place,
         "param_lag": 30.0 + place,
     }
 
@@ -155,6 +155,17 @@ def test_a_page_has_the_sections_of_its_jobs(made):
     assert not re.search(r"\b[Ll]oss\b|accuracy", alone)
 
 
+def test_a_curve_of_values_far_from_zero_does_not_lie_on_the_edge_of_its_figure(made):
+    from dure.report.figures import curves, looks
+
+    found = entries([played(made)], target=Target())
+    svg = curves(found, looks(found), x="seconds", y="replay_ratio", target=Target())
+    [path] = re.findall(r'<path d="([^"]*)"[^>]*stroke: #0072b2', svg)
+    heights = {float(height) for height in re.findall(r"[ML] [\d.]+ ([\d.]+)", path)}
+    edge = min(float(height) for height in re.findall(r"[ML] [\d.]+ ([\d.]+) \n", svg))
+    assert min(heights) > edge + 5
+
+
 def test_all_runs_are_in_one_figure(made):
     from dure.report.figures import curves, looks
 
@@ -197,7 +208,7 @@ def test_a_run_that_did_not_finish_has_the_experience_of_its_history(made):
     assert found["Mean return, last evaluation"].cells == ("40",)
     assert found["Mean return, best evaluation"].cells == ("40",)
     assert found["Frames per second"].cells == ("2,400",)
-    assert found["Samples per insert"].cells == ("7.10",)
+    assert found["Samples per insert"].cells == ("7.15",)
     assert found["Parameter lag, mean"].cells == ("35.00",)
     assert found["Environment"].cells == (NOTHING,)
 

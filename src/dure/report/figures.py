@@ -99,7 +99,9 @@ def curves(found: Sequence[Entry], given: Sequence[Look], *, x: str, y: str, tar
         if y in _LOSSES:
             _scale_loss(axes, _LOSSES[y], [[value for _, value in points] for _, _, points in drawn])
         elif y in _RETURNS or y in _AMOUNTS:
-            _scale_amount(axes, (_RETURNS | _AMOUNTS)[y], from_zero=y in _AMOUNTS)
+            _scale_amount(axes, (_RETURNS | _AMOUNTS)[y], [value for _, _, points in drawn for _, value in points])
+            if y in _AMOUNTS:
+                axes.set_ylim(bottom=0)
         else:
             mark = target.value if target.measure == "accuracy" else None
             _scale_accuracy(axes, [value for _, _, points in drawn for _, value in points], mark)
@@ -349,11 +351,12 @@ def _scale_loss(axes: Axes, label: str, values: Sequence[Sequence[float]]) -> No
         axes.set_ylim(lowest - margin, highest + margin)
 
 
-def _scale_amount(axes: Axes, label: str, *, from_zero: bool) -> None:
+def _scale_amount(axes: Axes, label: str, values: Sequence[float]) -> None:
+    finite = [value for value in values if math.isfinite(value)]
     axes.set_ylabel(label)
     axes.yaxis.set_major_formatter(plain(""))
-    if from_zero:
-        axes.set_ylim(bottom=0)
+    margin = 0.05 * max(max(finite) - min(finite), abs(max(finite))) or 1
+    axes.set_ylim(min(finite) - margin, max(finite) + margin)
 
 
 def _scale_accuracy(axes: Axes, values: Sequence[float], target: float | None) -> None:

@@ -35,7 +35,7 @@ from dure.run.resolve import ENDLESS, resolve
 from dure.run.resume import CLUSTER, cluster_of, resumed
 from dure.run.setup import Setup
 from dure.run.split_again import is_split_otherwise, split_again
-from dure.run.strategy import AXES, Strategy, member_text
+from dure.run.strategy import AXES, member_text
 from dure.run.trust import fingerprints
 from dure.run.virtual import VirtualRun
 from dure.runtime.launch.interruption import Interruption
@@ -150,7 +150,7 @@ def _recording(setup: Setup, interruption: Interruption) -> Iterator[tuple[RunFo
                     sinks.append(TensorBoard(folder.path / TENSORBOARD))
                 stack.callback(_close, sinks, folder.unwritten)
         place = " (virtual)" if config.virtual else ""
-        progress = stack.enter_context(Progress(_short(setup.strategy), place, clock=time.monotonic))
+        progress = stack.enter_context(Progress(_short(setup), place, clock=time.monotonic))
 
         def row(values: dict[str, Any]) -> None:
             progress.returned(values.get("mean_return"))
@@ -182,9 +182,14 @@ def _close(sinks: Sequence[Sink], unwritten: Unwritten) -> None:
             sink.close()
 
 
-def _short(strategy: Strategy) -> str:
-    """The name of a run in its progress line: the members that are not their axis's default."""
-    return " ".join(text for text in strategy.text().values() if text not in ("fp32", "none"))
+def _short(setup: Setup) -> str:
+    """The name of a run in its progress line: the members that are not their axis's default.
+
+    A job with companions is named itself: its strategy says little of the run.
+    """
+    if setup.job.companions is not None:
+        return setup.job.name
+    return " ".join(text for text in setup.strategy.text().values() if text not in ("fp32", "none"))
 
 
 def _folder(setup: Setup) -> RunFolder | None:
