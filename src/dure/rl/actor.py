@@ -7,7 +7,7 @@ Horgan et al., "Distributed Prioritized Experience Replay", ICLR 2018, algorithm
         a      <- policy(s; theta) with noise              in each environment
         s', r  <- environment(a);   n-step window <- (s, a, r, s')
         local buffer <- transitions whose n steps are complete
-        every `send` transitions:   priorities <- |TD errors| at theta;   insert both
+        every `send` transitions:   priorities <- |TD errors| at theta;   insert both, once the last ones are admitted
         every `pull_every` steps:   theta <- pull
 """
 
@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from dure.core.node import Address, Node, TimedWork
+from dure.core.node import Address, Node, Operation, TimedWork
 from dure.core.state import State
 from dure.rl.frame_window import FrameWindow
-from dure.rl.messages import FOREVER, VERSION, inserted_columns, inserted_tensors
+from dure.rl.messages import FOREVER, VERSION, InsertionTensors, inserted_columns
 from dure.rl.n_step import NStep
 from dure.rl.transitions import STACKED
 
@@ -71,8 +71,10 @@ class Actor:
         self.version = 0
         self.steps = self.sent = self.episodes = 0
         self.returns: deque[float] = deque(maxlen=RECENT)
+        self._insertions = InsertionTensors(layout)
         self._window = NStep(algorithm.n_step, algorithm.gamma)
         self._items: list[tuple[Any, int]] = []
+        self._insertion: Operation[Any] | None = None
         self._values = torch.empty_like(replica.params)
         self._since_pull = 0
         self.count = len(environments.observations)
@@ -91,6 +93,7 @@ class Actor:
                 await self._send(self.settings.send)
         if self._items:
             await self._send(len(self._items))
+        await self._admitted()
         await self.node.call(self.replay, "finish")
 
     def _is_through(self) -> bool:
@@ -164,14 +167,23 @@ class Actor:
     # ---- its transitions
 
     async def _send(self, count: int) -> None:
+        """Insert `count` transitions. The actor goes on, except in lockstep, but waits before the next insertion."""
+        await self._admitted()
         sending, self._items = self._items[:count], self._items[count:]
         values = self._columns(sending)
         priorities = self._priorities(values) if self.settings.alpha else None
         if self._frames is not None:
             values = self._frames.packed(values)
-        tensors = inserted_tensors(self.layout, values, priorities)
-        await self.node.call(self.replay, "insert", *tensors, timeout=FOREVER)
+        tensors = self._insertions.tensors(values, priorities)
+        self._insertion = self.node.call(self.replay, "insert", *tensors, timeout=FOREVER)
         self.sent += count
+        if self.settings.lockstep:
+            await self._admitted()
+
+    async def _admitted(self) -> None:
+        """Wait until the replay admits more transitions than it has got."""
+        if self._insertion is not None:
+            await self._insertion
 
     def _columns(self, sending: Sequence[tuple[Any, int]]) -> Transitions:
         columns: Transitions = {VERSION.name: np.array([version for _, version in sending], VERSION.dtype)}

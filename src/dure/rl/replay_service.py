@@ -8,8 +8,8 @@
     <------------------------    once the rate limiter admits more
                                   <------------------------------------  update(keys, priorities)
 
-The answer to an insertion is delayed while inserts are ahead, so that the actor waits: the ratio of samples to inserts
-leaves its bounds by at most one message.
+The answer to an insertion is delayed while inserts are ahead. An actor acts meanwhile, but sends its next message only
+after the answer: the ratio of samples to inserts leaves its bounds by at most one message of each actor.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dure.core.node import Apply, Call, Node, Operation, Reply, TensorSpec
 from dure.core.protocol import COUNT, FINITE, WORKERS, Method
 from dure.core.state import State
 from dure.errors import Refused, WorkOver
-from dure.rl.messages import check_priorities, inserted_specs, insertion_of, sampled_nbytes, sampled_tensors
+from dure.rl.messages import InsertionTensors, SampleTensors, check_priorities
 from dure.rl.settings import MOST
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ class ReplayService:
         self.node = node
         self.replay = replay
         self.limiter = limiter
+        self.insertions, self.samples = InsertionTensors(replay.layout), SampleTensors(replay.layout)
         self.trim_every = trim_every
         self.actors = actors
         self.through: set[str] = set()
@@ -56,6 +57,10 @@ class ReplayService:
         self.updated = 0
         self.lags = [0.0, 0.0, 0.0]  # transitions, their sum of lags, the largest
         self._waiting: list[Operation[Any]] = []
+        self._expected: dict[str, Sequence[TensorSpec]] = {
+            "insert": self.insertions.specs(MOST),
+            "update": (TensorSpec("int64", MOST, at_most=True), TensorSpec("float32", MOST, at_most=True)),
+        }
         self._handlers = {
             "insert": self._insert,
             "sample": self._sample,
@@ -71,11 +76,7 @@ class ReplayService:
     }
 
     def expects(self, method: str) -> Sequence[TensorSpec]:
-        if method == "insert":
-            return inserted_specs(self.replay.layout, MOST)
-        if method == "update":
-            return TensorSpec("int64", MOST, at_most=True), TensorSpec("float32", MOST, at_most=True)
-        return ()
+        return self._expected.get(method, ())
 
     def handle(self, call: Call) -> Any:
         handler = self._handlers.get(call.method)
@@ -85,7 +86,7 @@ class ReplayService:
 
     async def _insert(self, call: Call) -> Reply:
         self._check_actor(call)
-        values, priorities = insertion_of(self.replay.layout, call.tensors)
+        values, priorities = self.insertions.read(call.tensors)
         if len(values["version"]) > self.replay.storage:
             raise Refused(f"{len(values['version'])} transitions do not fit into a replay of {self.replay.storage}.")
         keys = await self.node.compute(Apply(partial(self.replay.insert, values, priorities), _nbytes(call.tensors)))
@@ -109,12 +110,12 @@ class ReplayService:
         self.limiter.sampled(count)
         self._changed()
         draw = partial(self.replay.sample, count, call.fields["beta"])
-        sample = await self.node.compute(Apply(draw, sampled_nbytes(self.replay.layout, count)))
+        sample = await self.node.compute(Apply(draw, self.samples.nbytes(count)))
         self._count_lags(sample, call.fields["version"])
         self.batches += 1
         if self.batches % self.trim_every == 0:
             self.replay.trim()
-        return Reply({}, sampled_tensors(self.replay.layout, sample))
+        return Reply({}, self.samples.tensors(sample))
 
     def _is_over(self) -> bool:
         return len(self.through) >= len(self.actors)

@@ -23,7 +23,7 @@ from dure.core.node import Address, EndOfWork, Node, Operation, TimedWork
 from dure.errors import WorkOver
 from dure.job.gradient import Gradient
 from dure.job.replica import Replica
-from dure.rl.messages import FOREVER, flat, room_for
+from dure.rl.messages import FOREVER, SampleTensors
 
 if TYPE_CHECKING:
     from dure.job.gradient_source import Requester
@@ -73,8 +73,9 @@ class ReplaySource:
         flops: float,
         outliers: OutlierFilter | None = None,
     ) -> None:
-        self.node, self.algorithm, self.settings, self.layout = node, algorithm, settings, layout
+        self.node, self.algorithm, self.settings = node, algorithm, settings
         self.network, self.target = network, target
+        self.samples = SampleTensors(layout)
         self.replays, self.published = replays, model
         self.batch_size = batch_size
         self.flops = flops * PASSES
@@ -171,6 +172,6 @@ class ReplaySource:
     def _ask(self, version: int) -> _Batch:
         replay = self.replays[self.asked % len(self.replays)]
         self.asked += 1
-        tensors = room_for(self.layout, self.batch_size)
+        into, tensors = self.samples.room(self.batch_size)
         fields: dict[str, Any] = {"count": self.batch_size, "beta": self.settings.beta, "version": version}
-        return _Batch(replay, self.node.call(replay, "sample", into=flat(tensors), timeout=FOREVER, **fields), tensors)
+        return _Batch(replay, self.node.call(replay, "sample", into=into, timeout=FOREVER, **fields), tensors)
