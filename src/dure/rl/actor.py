@@ -23,6 +23,7 @@ import torch
 
 from dure.core.node import Address, Node, Operation, TimedWork
 from dure.core.state import State
+from dure.errors import PeerLost
 from dure.rl.frame_window import FrameWindow
 from dure.rl.messages import FOREVER, VERSION, InsertionTensors, inserted_columns
 from dure.rl.n_step import NStep
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
     from dure.rl.environments import Environments, VectorStep
     from dure.rl.settings import RlSettings
     from dure.rl.transitions import Layout, Transitions
+
+AGAIN_SECONDS = 0.1
+"""Seconds until an actor asks a worker again that is not there."""
 
 RECENT = 100
 """Episodes whose mean return an actor reports."""
@@ -104,7 +108,12 @@ class Actor:
 
     async def _pull(self) -> None:
         wanted: dict[str, Any] = {"at_least": self._awaited()}
-        reply = await self.node.call(self.model, "pull", into=(self._values,), timeout=FOREVER, **wanted)
+        while True:
+            try:
+                reply = await self.node.call(self.model, "pull", into=(self._values,), timeout=FOREVER, **wanted)
+                break
+            except PeerLost:  # its worker has failed, or joins later
+                await self.node.sleep(AGAIN_SECONDS)
         self.replica.load(self._values)
         self.version = reply.fields["version"]
 

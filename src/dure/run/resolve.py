@@ -270,7 +270,7 @@ def _check_events(setup: Setup, cluster: Cluster) -> None:
     elif not setup.topology.needs_everybody:
         return
     for event in cluster.events:
-        if event.kind in ("crash", "join"):
+        if event.kind in ("crash", "join") and event.worker < setup.workers:
             raise UsageError(
                 f"the cluster lets worker {event.worker} {event.kind} at {event.at:g} s, and {setup.strategy} runs "
                 f"over {over[0]}, which need every worker all the time. {over[1]}."

@@ -163,6 +163,7 @@ class VirtualSegment:
             run.cluster.durations,
             absent=[setup.machine_nodes[number] for number in run.cluster.absent if number >= setup.workers],
             start=plain.get("checkpoint", 0),
+            kept=plain.get("companions"),
         )
         self.model = VirtualModel(setup, self.servers, self.workers, self.attendance, parts)
         self.rows = self._rows()
@@ -473,6 +474,7 @@ class VirtualSegment:
             **self.attendance.plain(),
             **of_finished,
             "checkpoint": self.checkpoint_step,
+            "companions": self.companions.plain(),
             "history": self.whole.history,
             "origin": self.setup.origin,
         }

@@ -12,7 +12,7 @@ from dure.run.checkpoint import fitting
 from dure.run.companion_nodes import companions_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Mapping
 
     from dure.core.deployment import NodeSpec
     from dure.core.node import Operation
@@ -29,8 +29,8 @@ BESIDE = 1 << 32
 class VirtualCompanions:
     """Builds the companions of a run, starts and stops them. There are none where the job has none.
 
-    `durations` gives the stream of a machine, by its number and a seed. Nodes called `absent` join later. `start` is
-    the step of the checkpoint that the segment starts from.
+    `durations` gives the stream of a machine, by its number and a seed. Nodes called `absent` join later. `kept` is the
+    `plain` of the checkpoint at step `start`, from which the segment starts; None at the beginning.
     """
 
     def __init__(
@@ -41,14 +41,15 @@ class VirtualCompanions:
         *,
         absent: Collection[str],
         start: int,
+        kept: Mapping[str, Any] | None,
     ) -> None:
         self._setup, self._runtime, self._durations = setup, runtime, durations
         self._absent, self.start = absent, start
         self._specs = companions_of(setup.deployment)
         self._companions: dict[str, Companion] = {}
         self._tasks: dict[str, Operation[Any]] = {}
-        self._last: dict[str, Figures] = {}
-        self._gone: set[str] = set()
+        self._last: dict[str, Figures] = {} if kept is None else dict(kept["last"])
+        self._gone = set(absent if kept is None else kept["gone"])
 
     def build(self, parts: Parts | None) -> None:
         """Build all nodes, from the `parts` of a checkpoint if there are some."""
@@ -57,7 +58,7 @@ class VirtualCompanions:
             node = self._runtime.node(name, spec.id.rank)
             self._runtime.durations[name] = self._stream(spec)
             late = spec.joins_after > self._runtime.kernel.now
-            if name in self._absent or late:
+            if name in self._gone or late:
                 node.alive = False
                 self._gone.add(name)
             else:
@@ -108,11 +109,12 @@ class VirtualCompanions:
         node.revive()
         self._gone.discard(name)
         self._begin(name, None)
+        self._companions[name].count_on(self._last.get(name, {}))
 
     # ---- the record
 
     def figures(self) -> dict[str, Figures]:
-        """The figures of each companion in this segment."""
+        """The figures of each companion."""
         running = {name: self._companions[name].figures() for name in self._tasks}
         return {**self._last, **running}
 
@@ -120,6 +122,10 @@ class VirtualCompanions:
         """What a row of the history has of the companions."""
         companions = self._setup.job.companions
         return {} if companions is None else companions.row(self.figures(), seconds)
+
+    def plain(self) -> dict[str, Any]:
+        """What a checkpoint keeps of all of them: the nodes that are absent or have crashed, and their last figures."""
+        return {"gone": sorted(self._gone), "last": {name: self._last[name] for name in self._gone & self._last.keys()}}
 
     def parts(self) -> Parts:
         """The parts of a checkpoint."""
