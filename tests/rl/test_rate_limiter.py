@@ -87,3 +87,14 @@ def test_a_restart_keeps_the_counts():
 def test_wrong_values(values, message):
     with pytest.raises(UsageError, match=message):
         RateLimiter(*values)
+
+
+@pytest.mark.parametrize("ratio", [0.5, 1.0, 4.0, 6.4, 32.0, 96.0])
+@pytest.mark.parametrize("buffer", [0, 100])
+def test_batches_after_some_inserts_are_those_that_the_limiter_admits_one_by_one(ratio, buffer):
+    limiter = RateLimiter(ratio, 7, max(buffer, ratio, 1.0))
+    for inserts in range(60):
+        while limiter.can_sample(32):
+            limiter.sampled(32)
+        assert limiter.batches(inserts, 32) == limiter.samples // 32
+        limiter.inserted(1)

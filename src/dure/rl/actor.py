@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -47,7 +47,7 @@ RECENT = 100
 class Actor:
     """One actor at `node`. `noise` has the epsilon or sigma of each of its environments.
 
-    In lockstep the worker makes `updates_per_insert` steps for each transition.
+    In lockstep, `steps_after` says how many steps the replay allows the worker after so many insertions.
     """
 
     saves = True
@@ -65,13 +65,13 @@ class Actor:
         rng: np.random.Generator,
         model: Address,
         replay: Address,
-        updates_per_insert: int = 1,
+        steps_after: Callable[[int], int] | None = None,
     ) -> None:
         self.node, self.algorithm, self.replica, self.layout = node, algorithm, replica, layout
         self.environments, self.settings = environments, settings
         self.noise, self.rng = noise, rng
         self.model, self.replay = model, replay
-        self.updates_per_insert = updates_per_insert
+        self.steps_after = steps_after
         self.version = 0
         self.steps = self.sent = self.episodes = 0
         self.returns: deque[float] = deque(maxlen=RECENT)
@@ -119,10 +119,7 @@ class Actor:
 
     def _awaited(self) -> int:
         """The version that an actor in lockstep waits for: the steps that the replay allows the worker so far."""
-        settings = self.settings
-        if not settings.lockstep:
-            return 0
-        return max(0, self.sent - settings.min_size + 1) * self.updates_per_insert
+        return 0 if self.steps_after is None else self.steps_after(self.sent)
 
     # ---- its environments
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -76,11 +76,6 @@ class ActorsAndReplays:
         if batch_size > MOST:
             raise UsageError(f"a batch of {batch_size} transitions is above the largest sample. Give at most {MOST}.")
         self._check_frames()
-        if settings.lockstep and settings.samples_per_insert % batch_size:
-            raise UsageError(
-                f"in lockstep samples_per_insert={settings.samples_per_insert:g} must be a multiple of the batch size, "
-                f"{batch_size}: so many samples are whole updates for each step."
-            )
         if settings.bundled and settings.actors != workers:
             raise UsageError(
                 f"each of {workers} bundles has one actor, and actors={settings.actors}. Give as many actors as "
@@ -159,7 +154,6 @@ class ActorsAndReplays:
         count = settings.environments
         environments = Environments(self.factory, count, _drawn(ENVIRONMENT_STREAM, *life))
         model = Address(str(NodeId(WORKER, rank % shape.workers)), "model")
-        per_insert = settings.samples_per_insert / shape.batch_size
         return Actor(
             node,
             self.algorithm,
@@ -171,7 +165,7 @@ class ActorsAndReplays:
             rng=np.random.default_rng((NOISE_STREAM, *life)),
             model=model,
             replay=self._replay_of(rank),
-            updates_per_insert=round(per_insert),
+            steps_after=partial(self._limiter().batches, count=shape.batch_size) if settings.lockstep else None,
         )
 
     def _noise(self, first: int, count: int) -> np.ndarray:

@@ -43,6 +43,17 @@ class RateLimiter:
         """Whether a batch of `count` transitions may be sampled now."""
         return self.inserts >= self.min_size and self.error >= min(0, count - self.buffer)
 
+    def batches(self, inserts: int, count: int) -> int:
+        """The batches of `count` transitions that are admitted, from the first on, where `inserts` have been inserted.
+
+        >>> [RateLimiter(2.0, min_size=10, buffer=4.0).batches(inserts, 4) for inserts in (9, 10, 11, 12, 13, 14)]
+        [0, 1, 1, 2, 2, 3]
+        """
+        if inserts < self.min_size:
+            return 0
+        due = (inserts - self.min_size) * self.samples_per_insert - min(0, count - self.buffer)
+        return int(due // count) + 1
+
     def inserted(self, count: int) -> None:
         self.inserts += count
 

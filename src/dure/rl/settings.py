@@ -111,8 +111,9 @@ class RlSettings:
             )
         if self.late and not self.late_seconds:
             raise UsageError(f"late={self.late} actors need the time at which they join: give late_seconds.")
-        if self.lockstep and (self.actors, self.environments, self.send, self.pull_every) != (1, 1, 1, 1):
+        single = (self.actors, self.environments, self.send, self.pull_every, self.prefetch)
+        if self.lockstep and single != (1, 1, 1, 1, 0):
             raise UsageError(
-                "lockstep alternates single steps of one actor and the worker: write actors=1, environments=1, send=1 "
-                "and pull_every=1."
+                "lockstep alternates single steps of one actor and the worker: write actors=1, environments=1, send=1, "
+                "pull_every=1 and prefetch=0."
             )

@@ -125,7 +125,8 @@ class VirtualCompanions:
 
     def plain(self) -> dict[str, Any]:
         """What a checkpoint keeps of all of them: the nodes that are absent or have crashed, and their last figures."""
-        return {"gone": sorted(self._gone), "last": {name: self._last[name] for name in self._gone & self._last.keys()}}
+        last = {name: figures for name, figures in self._last.items() if name in self._gone}
+        return {"gone": sorted(self._gone), "last": last}
 
     def parts(self) -> Parts:
         """The parts of a checkpoint."""
