@@ -7,7 +7,6 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
-import torch
 from support.runs import virtual
 from torch import nn
 
@@ -119,7 +118,7 @@ def test_a_time_limit_does_not_lower_values_and_an_end_does(n_step, env, chance)
     reward = np.mean([sum(GAMMA**step for step in range(length)) for length in lengths])
     ends = [time + length == LIMIT and chance > 0 for time, length in enumerate(lengths)]
     discount = np.mean([0.0 if end else GAMMA**length for length, end in zip(lengths, ends, strict=True)])
-    settings = LEARNING | EXPLORING | {"env": env, "network": lambda: nn.Linear(1, 1, bias=False), "target_every": 5}
+    settings = LEARNING | EXPLORING | {"env": env, "network": lambda: nn.Linear(1, 1, bias=False), "target_every": 3}
     job = dqn(**settings, n_step=n_step, samples_per_insert=64, capacity=100)
     found = virtual(job, "bsp collective", workers=1, steps=300, batch_size=100, optimizer="sgd:lr=0.5", seed=1)
     wanted = reward / (1 - discount)
