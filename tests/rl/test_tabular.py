@@ -54,7 +54,15 @@ def table() -> nn.Module:
     return nn.Linear(STATES, 2, bias=False)
 
 
-LEARNING = {"env": Chain, "network": table, "gamma": GAMMA, "episodes": 1, "min_size": 100, "target_every": 10}
+LEARNING = {
+    "env": Chain,
+    "loss": "squared",
+    "network": table,
+    "gamma": GAMMA,
+    "episodes": 1,
+    "min_size": 100,
+    "target_every": 10,
+}
 EXPLORING = {"epsilon": 1.0, "ladder": 0.0, "anneal": 0, "update_seconds": 1e-3, "act_seconds": 1e-3}
 
 
