@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from dure.job.companions import Figures
     from dure.run.setup import Setup
 
-AGAIN_SECONDS = 0.1
+AGAIN_SECONDS = 0.05
 """Seconds until a companion that the run can lose is started again; twice as long for each failure in vain before."""
 
 
