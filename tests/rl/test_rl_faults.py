@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 from support import faulty_environments
-from support.real_runs import Trial, gone_within
+from support.real_runs import Terminate, Trial, gone_within
 from support.soak import soaked
 
 from dure.errors import DureError
 from dure.run import checkpoint
 from dure.run.config import TrainConfig
+from dure.runtime.launch.interruption import Interrupted, Interruption
 
 ACTORS = 3
 FILE = Path(faulty_environments.__file__)
@@ -106,15 +107,31 @@ def test_a_run_goes_back_to_its_checkpoint_with_the_replay_of_that_time(fork_ser
     replay, figures = saved["replay-0"].plain, one.driver.companions.figures()["replay 0"]
     assert figures["inserts"] >= replay["replay"]["inserted"] >= 100 + 200 * 2 - 50
     assert figures["samples"] >= 300 * 32
-    assert figures["samples"] - 300 * 32 < 32 * 30, (
-        "samples from before the checkpoint were drawn again and counted twice"
-    )
+    assert figures["samples"] < (300 + 30) * 32, "samples since the checkpoint were counted twice"
+
+
+def test_a_run_that_was_interrupted_goes_on_with_its_replay(fork_server, tmp_path):
+    options = {"steps": 250, "checkpoint_every": 1000, "out": tmp_path}
+    interruption = Interruption()
+    with interruption.heard(), pytest.raises(Interrupted):
+        trial("walk", **options).run(Terminate(100), fork_server=fork_server, interruption=interruption)
+    saved = checkpoint.load(tmp_path / "checkpoints")
+    held = saved.parts["replay-0"].plain["replay"]
+    assert held["inserted"] >= 100 + 100 * 2 - 50
+    one = trial("walk", resume=tmp_path, **options)
+    outcome = one.run(fork_server=fork_server)
+    figures = one.driver.companions.figures()
+    assert outcome.history[-1]["step"] == 250 > saved.step
+    assert held["sampled"] + (250 - saved.step) * 32 <= figures["replay 0"]["samples"] < (250 + 30) * 32
+    assert figures["replay 0"]["inserts"] >= held["inserted"]
+    actors = saved.parts["run"].plain["companions"]
+    assert all(figures[name]["frames"] >= actors[name]["frames"] > 0 for name in ("actor 0", "actor 1", "actor 2"))
 
 
 @pytest.mark.parametrize("victim", ["replay 0", "worker 0"])
 def test_without_a_checkpoint_the_loss_of_a_replay_or_of_the_learner_ends_the_run(fork_server, victim):
     one = trial("walk", steps=100_000)
-    lost = "its transitions are gone" if victim == "replay 0" else "ssp|bsp|needs all workers"
+    lost = "its transitions are gone" if victim == "replay 0" else "its model is gone"
     with pytest.raises(DureError, match=rf"^{victim} failed: killed by signal 9 \(SIGKILL\); ({lost})") as caught:
         one.run(kill_once(victim, 20), fork_server=fork_server)
     assert "--out with --checkpoint-every N" in str(caught.value)

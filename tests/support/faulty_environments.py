@@ -1,4 +1,4 @@
-"""Environments for runs in which something goes wrong. Job texts name their functions: `faulty_environments.py@NAME`."""
+"""Environments for runs in which something goes wrong. Job texts name their functions: `FILE@NAME`."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dure import errors
-from dure.core.deployment import REPLAY, SERVER, Deployment, NodeId, WhenLost
+from dure.core.deployment import REPLAY, SERVER, WORKER, Deployment, NodeId, WhenLost
 from dure.core.folder_names import LATEST
 from dure.errors import DureError, RemoteError
 from dure.run.restart_policy import LIMIT
@@ -108,8 +108,9 @@ class FailureTracker:
             if fatal and name not in restarts.awaited and name not in self.reported and self._explained(name):
                 again = f", for the {restarts.made[name] + 1}th time" if restarts.made[name] >= LIMIT else ""
                 kind = NodeId.of(name).kind
+                alone = len(self._deployment.names(WORKER)) == 1
                 loss = {SERVER: "its part of the model is gone", REPLAY: "its transitions are gone"}.get(
-                    kind, f"{self._strategy} needs all workers"
+                    kind, "its model is gone" if alone else f"{self._strategy} needs all workers"
                 )
                 raise DureError(f"{name} failed: {self.cause(name)}; {loss}{again}.{self._advice(name)}")
         if workers and all(name in self._failed for name in workers):
