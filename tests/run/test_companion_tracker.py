@@ -9,7 +9,7 @@ import pytest
 from dure.core.deployment import ACTOR, REPLAY, Deployment, NodeId, NodeSpec, WhenLost
 from dure.core.node import Call
 from dure.errors import DureError
-from dure.run.companion_tracker import AGAIN_SECONDS, CompanionTracker
+from dure.run.companion_tracker import AGAIN_SECONDS, GONE_SECONDS, CompanionTracker
 from dure.run.restart_policy import LIMIT
 
 KILLED, RAISED = -9, 1
@@ -81,6 +81,15 @@ def test_each_failure_in_vain_doubles_the_time_until_the_next_start(tracker):
     exited = {"actor 0": RAISED}
     assert tracker.due(10.0 + 3.9 * AGAIN_SECONDS, exited) == []
     assert tracker.due(10.0 + 4.1 * AGAIN_SECONDS, exited) == ["actor 0"]
+
+
+def test_an_actor_whose_exit_nobody_reports_ends_the_run_only_if_it_was_the_last(tracker):
+    tracker.failed("actor 0", 0.0)
+    assert tracker.due(100.0, {}) == ["actor 1"]
+    tracker.failed("actor 1", 100.0)
+    assert tracker.due(100.0 + GONE_SECONDS, {}) == []
+    with pytest.raises(DureError, match=r"^actor 0 failed: the cause; this launcher does not start it again"):
+        tracker.due(101.0 + GONE_SECONDS, {})
 
 
 def test_a_late_actor_is_started_once_when_it_is_due(tracker):

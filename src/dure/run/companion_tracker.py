@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dure.core.deployment import WhenLost
@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 AGAIN_SECONDS = 0.05
 """Seconds until a companion that the run can lose is started again; twice as long for each failure in vain before."""
 
+
+GONE_SECONDS = 10.0
+"""Seconds after which a failed process whose exit nobody reports is gone: torchrun starts nothing again at other ranks.
+"""
 
 MOST_FIGURES = 100
 
@@ -61,8 +65,11 @@ class CompanionTracker:
         """The companions to be started now: the failed, once their processes have ended, and the late.
 
         Raises:
-            DureError: a companion has failed in vain too often.
+            DureError: a companion has failed in vain too often, or one that a worker needs is gone.
         """
+        self._check_gone(
+            [name for name, when in self._due.items() if when + GONE_SECONDS <= now and name not in exited]
+        )
         failed = [name for name, when in self._due.items() if when <= now and name in exited]
         for name in failed:
             del self._due[name]
@@ -71,6 +78,14 @@ class CompanionTracker:
         for name in late:
             del self._late[name]
         return failed + late
+
+    def _check_gone(self, gone: Sequence[str]) -> None:
+        """Raise `DureError` if the last companion of a worker, or of the run, is among those that are `gone`."""
+        deployment = self._setup.deployment
+        spare = [str(node.id) for node in companions_of(deployment) if node.when_lost is WhenLost.GO_ON]
+        lost = [name for name in gone if deployment[name].beside is not None or len(gone) == len(spare)]
+        if lost:
+            raise DureError(f"{lost[0]} failed: {self._cause(lost[0])}; this launcher does not start it again.")
 
     def _is_spare(self, name: str) -> bool:
         return self._setup.deployment[name].when_lost is WhenLost.GO_ON

@@ -4,6 +4,7 @@
       driver, and a fork server that forks
         worker 0, and the servers s with s modulo ranks = 0        worker r, in this process
       notes in the store: "start worker r", "start server s" -->   a fork server that forks its servers
+        actors and replays, shared out like servers
       note: the finished record ------------------------------->   the same record
 
 The driver is the same as on one machine (`run.driver`); only the launcher differs. If a rank fails, torchrun ends all
@@ -21,7 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dure.core.deployment import SERVER, NodeId
+from dure.core.deployment import WORKER, NodeId
 from dure.core.folder_names import CHECKPOINTS, LATEST
 from dure.errors import DureError, PeerLost, RemoteError, UsageError
 from dure.report.run import Run
@@ -108,6 +109,7 @@ def _lead(
     rendezvous: Rendezvous, setup: Setup, callbacks: Callbacks, saved: Path | None, folder: Path | None
 ) -> Outcome:
     """Lead the run from rank 0."""
+    _check_companions(setup)
     devices = _devices(rendezvous, setup)
     if folder is not None:
         (folder.parent / LAUNCH).write_text(rendezvous.place.launch, encoding="utf-8")
@@ -181,8 +183,9 @@ class RankLauncher:
 
 
 def _follow(config: TrainConfig, rendezvous: Rendezvous, setup: Setup) -> Run:
-    """Run this rank's worker in this process, and its servers in processes of their own."""
+    """Run this rank's worker in this process, and its servers and companions in processes of their own."""
     rank = rendezvous.place.rank
+    _check_companions(setup)
     rendezvous.put(f"device {rank}", [setup.devices[rank], socket.gethostname()])
     mine: dict[str, Any] = {
         "interface": rendezvous.place.interface,
@@ -191,7 +194,7 @@ def _follow(config: TrainConfig, rendezvous: Rendezvous, setup: Setup) -> Run:
     with ExitStack() as stack:
         monitor = RankMonitor(rendezvous, config.frozen_after, ranks=[0])  # the driver there monitors all others
         stack.callback(monitor.close)
-        _start_servers(setup, rendezvous, stack, mine)
+        _start_others(setup, rendezvous, stack, mine)
         given = rendezvous.get(f"start worker {rank}")
         try:
             be_member(setup, LaunchSpec.of(name=f"worker {rank}", **mine, **given), monitor.check)
@@ -203,8 +206,20 @@ def _follow(config: TrainConfig, rendezvous: Rendezvous, setup: Setup) -> Run:
     return Run(config.plain(), record["history"], record["summary"], None, versions(), config.seeded)
 
 
-def _start_servers(setup: Setup, rendezvous: Rendezvous, stack: ExitStack, mine: Mapping[str, Any]) -> None:
-    names = [name for name in setup.deployment.names(SERVER) if _owner(name, rendezvous) == rendezvous.place.rank]
+def _check_companions(setup: Setup) -> None:
+    """Raise `UsageError` for companions that join late: ranks fork their processes at the start only."""
+    late = [str(node.id) for node in setup.deployment.nodes if node.joins_after]
+    if late:
+        raise UsageError(
+            f"{', '.join(late)} would join late, and torchrun starts all processes at once. Use --on local, or leave "
+            "late out."
+        )
+
+
+def _start_others(setup: Setup, rendezvous: Rendezvous, stack: ExitStack, mine: Mapping[str, Any]) -> None:
+    """Start the servers and companions of this rank."""
+    others = [str(node.id) for node in setup.deployment.nodes if node.id.kind != WORKER]
+    names = [name for name in others if _owner(name, rendezvous) == rendezvous.place.rank]
     if not names:
         return
     fork_server = stack.enter_context(ForkServer())
