@@ -15,6 +15,7 @@ from support.soak import soaked
 from dure.errors import DureError
 from dure.run import checkpoint
 from dure.run.config import TrainConfig
+from dure.run.train import train
 from dure.runtime.launch.interruption import Interrupted, Interruption
 
 ACTORS = 3
@@ -151,3 +152,12 @@ def test_an_environment_that_always_fails_ends_the_run_with_its_cause(fork_serve
     with pytest.raises(DureError, match=rf"^actor \d.*{says}"):
         one.run(fork_server=fork_server)
     assert gone_within(list(one.fork_server.pids.values()), 5)
+
+
+def test_an_actor_joins_late_in_virtual_time_too(tmp_path):
+    job = f"apex:env={FILE}@walk,actors=3,{PACE},late=1,late_seconds=0.1,act_seconds=0.001,update_seconds=0.001"
+    options = {"on": "virtual", "workers": 1, "steps": 160, "eval_every": 100_000, "batch_size": 32, "seed": 0}
+    train(job, optimizer="adam:lr=0.001", checkpoint_every=50, out=tmp_path / "run", **options)
+    saved = checkpoint.load(tmp_path / "run" / "checkpoints").parts
+    steps = [saved[f"actor-{rank}"].plain["steps"] for rank in range(3)]
+    assert 0 < steps[2] < min(steps[:2])
