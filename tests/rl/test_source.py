@@ -13,6 +13,7 @@ from torch import nn
 from dure.core.node import Call
 from dure.job.replica import Replica
 from dure.rl.messages import KEYS, VERSION, InsertionTensors, SampleTensors, with_version
+from dure.rl.model_service import ModelService
 from dure.rl.rate_limiter import RateLimiter
 from dure.rl.replay import Replay
 from dure.rl.replay_service import ReplayService
@@ -56,6 +57,18 @@ def test_a_target_of_a_checkpoint_is_loaded():
     worker.clock, worker.kept, worker.kept_plain = 5, {TARGET: torch.tensor([7.0])}, {TARGET: 1}
     source._copy_target(worker)
     assert source.target.params.tolist() == [7.0]
+
+
+def test_a_model_that_is_published_does_not_change_with_the_worker_s():
+    world, values = World(), torch.zeros(3)
+    service = ModelService(world.node("worker 0"))
+    service.publish(values, 4)
+    values += 1
+    pull = Call("actor 0", "pull", {"at_least": 4}, ())
+    early = world.run(service.handle(pull))
+    service.publish(values, 5)
+    assert (early.fields["version"], early.tensors[0].tolist()) == (4, [0.0] * 3)
+    assert world.run(service.handle(pull)).tensors[0].tolist() == [1.0] * 3
 
 
 # ---- the replay behind it

@@ -25,8 +25,8 @@ class ModelService:
         self._waiting: list[Operation[Any]] = []
 
     def publish(self, values: torch.Tensor, version: int) -> None:
-        """Answer pulls with `values` from now on. They are lent until the next call, and copied for each pull."""
-        self._values, self.version = values, version
+        """Answer pulls with a copy of `values` from now on: their memory is written to before the next call."""
+        self._values, self.version = values.detach().clone(), version
         waiting, self._waiting = self._waiting, []
         for operation in waiting:
             operation.resolve()
@@ -40,4 +40,4 @@ class ModelService:
         while self.version < call.fields["at_least"]:
             self._waiting.append(self.node.promise(f"version {call.fields['at_least']} of the model"))
             await self._waiting[-1]
-        return Reply({"version": self.version}, (self._values.detach().cpu().clone(),))
+        return Reply({"version": self.version}, (self._values.cpu(),))
