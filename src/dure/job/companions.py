@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from dure.core.deployment import NodeSpec
+    from dure.core.meter import Meter
     from dure.core.node import Node
     from dure.core.state import State
     from dure.job.gradient_source import GradientSource
@@ -86,8 +87,11 @@ class Companions(Protocol):
         """Build the part of `node`, and register its services."""
         ...
 
-    def source(self, shape: RunShape, node: Node, rank: int, device: str) -> GradientSource:
-        """Build the source of a worker's gradients on `device`, and register its services at `node`."""
+    def source(self, shape: RunShape, node: Node, rank: int, device: str, meter: Meter) -> GradientSource:
+        """Build the source of a worker's gradients on `device`, and register its services at `node`.
+
+        The source adds its times to `meter`.
+        """
         ...
 
     def grader(self, build: Build, episodes: int | None, *, seed: int) -> Grader: ...

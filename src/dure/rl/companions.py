@@ -34,6 +34,7 @@ from dure.rl.settings import MOST
 from dure.rl.source import ReplaySource
 
 if TYPE_CHECKING:
+    from dure.core.meter import Meter
     from dure.job.companions import Build, Companion, Figures, RunShape
     from dure.rl.algorithm import RlAlgorithm
     from dure.rl.environments import Factory
@@ -197,7 +198,7 @@ class ActorsAndReplays:
             return RateLimiter(ratio, settings.min_size, least)
         return RateLimiter(ratio, settings.min_size, max(settings.buffer or MESSAGES * settings.send * ratio, least))
 
-    def source(self, shape: RunShape, node: Node, rank: int, device: str) -> ReplaySource:
+    def source(self, shape: RunShape, node: Node, rank: int, device: str, meter: Meter) -> ReplaySource:
         settings = self.settings
         model = ModelService(node)
         node.serve("model", model)
@@ -212,6 +213,7 @@ class ActorsAndReplays:
             model=model,
             batch_size=shape.batch_size,
             flops=shape.flops_per_sample * shape.batch_size,
+            meter=meter,
             outliers=OutlierFilter(settings.outlier) if settings.outlier else None,
         )
 

@@ -216,7 +216,7 @@ APEX = Preset(
     "apex",
     "Ape-X: many actors, one prioritised replay, one learner. Horgan et al., ICLR 2018.",
     {
-        VECTORS: Suited(Dqn(loss_="huber"), _APEX, _ADAM, 64),
+        VECTORS: Suited(Dqn(loss_="huber"), replace(_APEX, anneal=1_000), replace(_ADAM, lr=2e-3), 64),
         IMAGES: Suited(
             Dqn(hidden=(512,)),
             replace(_APEX, samples_per_insert=8.0, pull_every=100, **_OF_ATARI),

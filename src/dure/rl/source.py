@@ -26,6 +26,7 @@ from dure.job.replica import Replica
 from dure.rl.messages import FOREVER, SampleTensors
 
 if TYPE_CHECKING:
+    from dure.core.meter import Meter
     from dure.job.gradient_source import Requester
     from dure.rl.algorithm import RlAlgorithm
     from dure.rl.model_service import ModelService
@@ -56,7 +57,7 @@ class ReplaySource:
     """
 
     can_stop = False
-    whole = True
+    whole = False  # it waits for samples, too: it meters its times itself
 
     def __init__(
         self,
@@ -71,6 +72,7 @@ class ReplaySource:
         model: ModelService,
         batch_size: int,
         flops: float,
+        meter: Meter,
         outliers: OutlierFilter | None = None,
     ) -> None:
         self.node, self.algorithm, self.settings = node, algorithm, settings
@@ -79,6 +81,7 @@ class ReplaySource:
         self.replays, self.published = replays, model
         self.batch_size = batch_size
         self.flops = flops * PASSES
+        self.meter = meter
         self.outliers = outliers
         self.asked = 0
         self._batches: deque[_Batch] = deque()
@@ -139,7 +142,9 @@ class ReplaySource:
 
     async def _gradient_of(self, batch: _Batch, params: torch.Tensor) -> Gradient:
         work = TimedWork(partial(self._compute, batch.tensors, params), self.settings.update_seconds, self.flops)
+        started = self.node.now()
         gradient, errors = await self.node.compute(work)
+        self.meter.add("compute", started, self.node.now())
         if self.settings.alpha:
             self.node.call(batch.replay, "update", batch.tensors["keys"], errors)
         return gradient  # type: ignore[no-any-return]
@@ -162,11 +167,12 @@ class ReplaySource:
     async def _next(self, version: int) -> _Batch:
         while len(self._batches) < max(1, self.settings.prefetch):
             self._batches.append(self._ask(version))
-        batch = self._batches.popleft()
+        batch, started = self._batches.popleft(), self.node.now()
         try:
             await batch.arrives
         except WorkOver:
             raise EndOfWork from None
+        self.meter.add("wait", started, self.node.now(), "sample")
         return batch
 
     def _ask(self, version: int) -> _Batch:

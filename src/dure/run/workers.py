@@ -30,7 +30,7 @@ def build_worker(run: Setup, node: Node, number: int, meter: Meter, *, start: in
     In a pipeline its replica is its stage, and it is one of the workers that have the same stage. `start` is the step
     of the checkpoint that the run starts from.
     """
-    setup, rank, source, under_number = run, number, _companions_source(run, node, number, start), node
+    setup, rank, source, under_number = run, number, _companions_source(run, node, number, start, meter), node
     if run.stages is not None:
         rank, place = run.stages.place(number)
         setup, source, node = run.of_worker(number), run.stages.source(node, meter), run.stages.view(node, place)
@@ -65,11 +65,11 @@ def build_worker(run: Setup, node: Node, number: int, meter: Meter, *, start: in
     return worker
 
 
-def _companions_source(run: Setup, node: Node, number: int, start: int) -> GradientSource | None:
+def _companions_source(run: Setup, node: Node, number: int, start: int, meter: Meter) -> GradientSource | None:
     """The source of gradients that the companions of a job make; None for a job without."""
     if run.job.companions is None:
         return None
-    return run.job.companions.source(run.shape(start), node, number, run.device)
+    return run.job.companions.source(run.shape(start), node, number, run.device, meter)
 
 
 def _portions(run: Setup, server: ServerClient, node: Node) -> PortionClient:
