@@ -36,6 +36,8 @@ AIMS = {
     "pong-apex": Aim("apex --env ALE/Pong-v5 --actors 2 --seconds 600 --eval-episodes 3 --eval-every 500", -20),
 }
 EPISODES = 100
+FIGURES = ("frames", "frames_per_second", "updates", "updates_per_second", "seconds")
+"""Of which the table has the medians over seeds."""
 
 
 def run(command: str, seed: int) -> dict[str, Any]:
@@ -56,7 +58,7 @@ def row(name: str, aim: Aim, runs: list[dict[str, Any]]) -> str:
     best = ", ".join(f"{each['best_return']:.0f}" for each in runs)
     met = [sum(each[key] >= aim.mean_return for each in runs) for key in ("mean_return", "best_return")]
     cells = [name, f"{aim.mean_return:g}", final, best, f"{met[0]} and {met[1]} of {len(runs)}"]
-    for key in ("frames", "frames_per_second", "updates", "updates_per_second", "seconds"):
+    for key in FIGURES:
         cells.append(f"{statistics.median(each[key] for each in runs):,.0f}")
     return f"| {' | '.join(cells)} |"
 
@@ -73,10 +75,9 @@ def main() -> None:
         found[name] = [run(AIMS[name].command, seed) for seed in range(given.seeds)]
         rows.append(row(name, AIMS[name], found[name]))
         print(rows[-1], flush=True)
-    print(
-        "\n| setting | aim | last model | best | met by the last and the best | frames | frames/s | updates | updates/s | seconds |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|---|")
+    heads = ("setting", "aim", "last model", "best", "met by the last and the best", *FIGURES)
+    print(f"\n| {' | '.join(heads)} |")
+    print(f"|{'---|' * len(heads)}")
     print("\n".join(rows))
     if given.json:
         with open(given.json, "w") as file:

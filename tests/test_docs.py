@@ -176,13 +176,25 @@ def test_the_guide_lists_every_job_and_its_parameters():
     rows = {
         cells[1].strip(" `"): cells[4] for line in table.splitlines() if (cells := line.split("|"))[1:] and "`" in line
     }
-    assert list(rows) == list(BUILT_IN)
+    learning = {name for name, place in BUILT_IN.items() if place.startswith("dure.rl")}
+    assert list(rows) == [name for name in BUILT_IN if name not in learning]
     for name, parameters in rows.items():
         module, _, function = BUILT_IN[name].partition(":")
         own = dict(inspect.signature(getattr(importlib.import_module(module), function)).parameters)
         own.pop("data_root", None)
         told = [f"{key}={value_text(each.default)}" if each.default != "" else key for key, each in own.items()]
         assert re.findall(r"`([^`]+)`", parameters) == told, name
+
+
+def test_the_page_on_reinforcement_learning_tells_every_setting():
+    text = (ROOT / "docs" / "reinforcement.md").read_text(encoding="utf-8")
+    flags = {name.replace("-", "_") for name in re.findall(r"--([a-z-]+)", text)}
+    told = {*re.findall(r"`(\w+)(?:=[^`]*)?`", text.partition("## Settings")[2].partition("##")[0]), *flags}
+    for name, place in BUILT_IN.items():
+        module, _, function = place.partition(":")
+        if module == "dure.rl.jobs":
+            parameters = inspect.signature(getattr(importlib.import_module(module), function)).parameters
+            assert parameters.keys() - told == set(), name
 
 
 def test_dependencies_have_their_reasons():
