@@ -70,6 +70,8 @@ class EngineOperation(Operation[Any]):
         return self.result()
 
     def _block(self) -> None:
+        if not self._works:  # a group of one rank: no helper thread is woken for nothing
+            return
         self._node.loop.waiting = True
         try:
             with self._node.wire.in_background():
@@ -131,7 +133,8 @@ class ProcessGroup:
 
     def all_reduce(self, tensor: torch.Tensor) -> Operation[torch.Tensor]:
         self._count("all_reduce", tensor)
-        return self._start("the others' all_reduce", [self._reduce(tensor)], lambda: tensor, tensor)
+        works = [self._reduce(tensor)] if len(self.ranks) > 1 else []
+        return self._start("the others' all_reduce", works, lambda: tensor, tensor)
 
     def all_gather(self, tensor: torch.Tensor) -> Operation[list[torch.Tensor]]:
         self._count("all_gather", tensor)
