@@ -130,6 +130,15 @@ def test_policy_and_critic_get_the_gradient_of_their_own_loss():
     assert all(each.grad is None for each in target.parameters())
 
 
+def test_the_value_of_the_loss_is_that_of_the_critic():
+    module = Quadratic(scale=0.3)
+    values = batch(module) | {"reward": torch.arange(8.0, dtype=torch.float64), "discount": torch.zeros(8).double()}
+    weights = torch.linspace(0.2, 1.0, 8, dtype=torch.float64)
+    loss, _ = Dpg().loss(module, module, values, weights)
+    delta = values["reward"] - module.critic(values["observation"], values["action"])
+    assert loss.item() == pytest.approx((weights * delta.square() / 2).mean().item(), rel=1e-12)
+
+
 def test_noise_has_the_scale_of_half_the_range_and_stays_within_bounds():
     module = Dpg().network(VECTOR, Box(np.array([-1, 0], np.float32), np.array([1, 20], np.float32)))
     for parameter in module.policy_layers.parameters():

@@ -80,13 +80,14 @@ class Dpg:
     ) -> tuple[Tensor, Tensor]:
         """The loss of critic and policy, and the absolute error (count,) of the critic for each transition, detached.
 
-        The gradient of the loss is that of both; its policy term has no meaning as a number.
+        The gradient of the loss is that of both. Its value is that of the critic alone.
         """
         observations = values["observation"]
         delta = self._targets(target, values) - module.critic(observations, values["action"])
         actions = module.policy(observations)
         slope = _slope(module, observations, actions.detach())
-        loss = (weights * delta.square() / 2).mean() - (slope.clamp(-1, 1) * actions).sum(1).mean()
+        ascent = (slope.clamp(-1, 1) * (actions - actions.detach())).sum(1).mean()  # 0, with the policy's gradient
+        loss = (weights * delta.square() / 2).mean() - ascent
         return loss, delta.detach().abs()
 
     def errors(self, module: Agent, target: Agent, values: Mapping[str, Tensor]) -> Tensor:
