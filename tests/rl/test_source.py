@@ -62,12 +62,12 @@ def test_a_target_of_a_checkpoint_is_loaded():
 def test_a_model_that_is_published_does_not_change_with_the_worker_s():
     world, values = World(), torch.zeros(3)
     service = ModelService(world.node("worker 0"))
-    service.publish(values, 4)
+    service.publish(values, 4, 12)
     values += 1
     pull = Call("actor 0", "pull", {"at_least": 4}, ())
     early = world.run(service.handle(pull))
-    service.publish(values, 5)
-    assert (early.fields["version"], early.tensors[0].tolist()) == (4, [0.0] * 3)
+    service.publish(values, 5, 15)
+    assert (early.fields["version"], early.tensors[0].tolist()) == (12, [0.0] * 3)
     assert world.run(service.handle(pull)).tensors[0].tolist() == [1.0] * 3
 
 

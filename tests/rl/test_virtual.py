@@ -105,6 +105,13 @@ def test_bundles_on_schedules_of_their_own_make_an_update_of_each_gradient():
     assert run.summary["staleness"]["histogram"] == {"0": 40, "1": 40, "2": 40}, "they pull together, and push in turn"
 
 
+@pytest.mark.parametrize(("strategy", "most"), [("downpour ps:shards=2", 3 * 40), ("bsp ps", 40)])
+def test_the_lag_of_parameters_counts_the_updates_of_all_learners(strategy, most):
+    """The first transitions are of version 0, and the last batches have some of them."""
+    run = ran(bundles(), strategy, workers=3)
+    assert most - 8 <= experience(run)["param_lag"]["max"] <= most
+
+
 def test_the_servers_of_bundles_refuse_gradients_that_are_too_stale():
     slow = Event(at=0.0, kind="slow", worker=2, factor=8.0)
     run = ran(bundles(), "downpour:max_delay=6 ps", slow, workers=3)

@@ -118,7 +118,7 @@ class Actor:
         self.version = reply.fields["version"]
 
     def _awaited(self) -> int:
-        """The version that an actor in lockstep waits for: the steps that the replay allows the worker so far."""
+        """The step that an actor in lockstep waits for: the steps that the replay allows the worker so far."""
         return 0 if self.steps_after is None else self.steps_after(self.sent)
 
     # ---- its environments

@@ -14,19 +14,23 @@ if TYPE_CHECKING:
 
 
 class ModelService:
-    """The newest parameters of the worker at `node`, and their version: the steps that the worker has made."""
+    """The newest parameters of the worker at `node`, and their version: the updates that the model has had.
+
+    A worker over servers has the updates of all workers in its model. `step` counts those that it has made itself.
+    """
 
     protocol: ClassVar[Mapping[str, Method]] = {"pull": Method(("actor",), {"at_least": COUNT})}
 
     def __init__(self, node: Node) -> None:
         self.node = node
-        self.version = -1
+        self.step = -1
+        self.version = 0
         self._values: torch.Tensor
         self._waiting: list[Operation[Any]] = []
 
-    def publish(self, values: torch.Tensor, version: int) -> None:
+    def publish(self, values: torch.Tensor, step: int, version: int) -> None:
         """Answer pulls with a copy of `values` from now on: their memory is written to before the next call."""
-        self._values, self.version = values.detach().clone(), version
+        self._values, self.step, self.version = values.detach().clone(), step, version
         waiting, self._waiting = self._waiting, []
         for operation in waiting:
             operation.resolve()
@@ -37,7 +41,7 @@ class ModelService:
     async def handle(self, call: Call) -> Reply:
         if call.method != "pull":
             raise Refused(f'a model has no method "{call.method}"; it has pull.')
-        while self.version < call.fields["at_least"]:
-            self._waiting.append(self.node.promise(f"version {call.fields['at_least']} of the model"))
+        while self.step < call.fields["at_least"]:
+            self._waiting.append(self.node.promise(f"step {call.fields['at_least']} of the model"))
             await self._waiting[-1]
         return Reply({"version": self.version}, (self._values.cpu(),))

@@ -38,7 +38,7 @@ class ReplayService:
     called `actors` insert into it.
 
     A transition has the version of the model that its actor used in the column `version`. The lag of a sampled
-    transition is the version of the sampling worker less that one.
+    transition is the version of the sampling worker, when it asked for the batch, less that one.
     """
 
     saves = True

@@ -1,8 +1,8 @@
 """The gradients of a worker that learns from replays.
 
 for t = 0, 1, 2, ...                                at a worker
-    every `target_every` steps:   theta^- <- theta
-    publish theta, version t
+    every `target_every` updates: theta^- <- theta
+    publish theta, version v                             v: t; over servers, the updates of all workers
     keys, weights, transitions    <- sample              `prefetch` batches ahead
     g, errors                     <- gradient of the loss at theta, with targets by theta^-
     update(keys, errors)                                 not waited for
@@ -118,17 +118,16 @@ class ReplaySource:
 
     async def _gradient(self, requester: Requester) -> Gradient:
         self._copy_target(requester)
-        self.published.publish(requester.params, requester.clock)
+        version = _updates(requester)
+        self.published.publish(requester.params, requester.clock, version)
         while True:
-            gradient = await self._gradient_of(await self._next(requester.clock), requester.params)
+            gradient = await self._gradient_of(await self._next(version), requester.params)
             if self.outliers is None or self.outliers.admits(gradient.loss):
                 return gradient
 
     def _copy_target(self, requester: Requester) -> None:
-        """Copy the model to the target after every so many updates; over servers, of those of all workers."""
-        versions = requester.versions
-        updates = requester.clock if versions is None else min(versions)
-        copies = updates // self.settings.target_every
+        """Copy the model to the target after every so many updates."""
+        copies = _updates(requester) // self.settings.target_every
         if TARGET not in requester.kept or copies > requester.kept_plain[TARGET]:
             requester.kept[TARGET] = requester.params.clone()
             requester.kept_plain[TARGET] = copies
@@ -181,3 +180,9 @@ class ReplaySource:
         into, tensors = self.samples.room(self.batch_size)
         fields: dict[str, Any] = {"count": self.batch_size, "beta": self.settings.beta, "version": version}
         return _Batch(replay, self.node.call(replay, "sample", into=into, timeout=FOREVER, **fields), tensors)
+
+
+def _updates(requester: Requester) -> int:
+    """The updates that the model has had: the worker's steps; over servers, those of all workers."""
+    versions = requester.versions
+    return requester.clock if versions is None else min(versions)
