@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from dure.job.metrics import Metrics
 from dure.job.replica import Replica
-from dure.rl.environments import Environments
+from dure.rl.environments import Environments, frames_per_step
 
 if TYPE_CHECKING:
+    import gymnasium
+
     from dure.job.companions import Build
     from dure.rl.algorithm import RlAlgorithm
     from dure.rl.environments import Factory
 
 STREAMS = 10
 """Environments that are stepped together, at most."""
+
+MOST_FRAMES = 108_000
+"""Frames of an episode, at most: half an hour of an Atari game. A policy without noise may go in circles for ever."""
 
 
 class EpisodeGrader:
@@ -31,7 +37,7 @@ class EpisodeGrader:
     def __init__(
         self, algorithm: RlAlgorithm, factory: Factory, build: Build, episodes: int, *, epsilon: float, seed: int
     ) -> None:
-        self.algorithm, self.factory = algorithm, factory
+        self.algorithm, self.factory = algorithm, partial(_limited, factory)
         self.replica = Replica(build(seed))
         self.streams = min(episodes, STREAMS)
         self.each = math.ceil(episodes / self.streams)
@@ -54,3 +60,11 @@ class EpisodeGrader:
                 returns[episode.stream].append(episode.episode_return)
         environments.close()
         return [one for stream in returns for one in stream[: self.each]]
+
+
+def _limited(factory: Factory) -> gymnasium.Env[Any, Any]:
+    """An environment whose episodes end."""
+    from gymnasium.wrappers import TimeLimit
+
+    made = factory()
+    return TimeLimit(made, MOST_FRAMES // frames_per_step(made))
