@@ -131,6 +131,14 @@ def test_an_actor_that_crashes_is_missed_by_no_other():
     assert experience(lost)["frames"] < experience(whole)["frames"]
 
 
+@pytest.mark.parametrize("options", [{}, {"checkpoint_every": 30, "out": "unused"}], ids=["", "checkpoints"])
+def test_the_frames_of_an_actor_that_crashed_for_ever_are_not_awaited(options):
+    job = many_actors(actors=3, frames=300, samples_per_insert=8.0)
+    run = ran(job, "bsp collective", Event(at=0.03, kind="crash", worker=2), steps=1_000, **options)
+    assert 200 < experience(run)["frames"] < 250
+    assert 60 < run.summary["steps"] < 120
+
+
 def test_an_actor_that_crashed_joins_again_and_one_that_was_absent_comes():
     crash, again = Event(at=0.02, kind="crash", worker=2), Event(at=0.04, kind="join", worker=2)
     late = Event(at=0.03, kind="join", worker=3)

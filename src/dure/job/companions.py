@@ -56,6 +56,10 @@ class Companion(Protocol):
         """Count on from the figures of an incarnation that has failed."""
         ...
 
+    def go_on_without(self, name: str) -> None:
+        """Note that another companion has failed and does not come back."""
+        ...
+
     def figures(self) -> Figures:
         """The node's counts so far."""
         ...

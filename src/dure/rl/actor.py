@@ -216,6 +216,9 @@ class Actor:
     def count_on(self, figures: Figures) -> None:
         self.steps, self.sent, self.episodes = (int(figures.get(name, 0)) for name in ("steps", "sent", "episodes"))
 
+    def go_on_without(self, name: str) -> None:
+        """Do nothing: actors do not work together."""
+
     def state(self) -> State:
         """The counts: an actor that is started again begins new episodes."""
         counts = {"steps": self.steps, "sent": self.sent, "episodes": self.episodes, "returns": list(self.returns)}

@@ -53,6 +53,7 @@ class ReplayService:
         self.trim_every = trim_every
         self.actors = actors
         self.through: set[str] = set()
+        self.gone: set[str] = set()
         self.batches = 0
         self.updated = 0
         self.lags = [0.0, 0.0, 0.0]  # transitions, their sum of lags, the largest
@@ -118,7 +119,8 @@ class ReplayService:
         return Reply({}, self.samples.tensors(sample))
 
     def _is_over(self) -> bool:
-        return len(self.through) >= len(self.actors)
+        """Whether some actors have made all their frames, and no other inserts any more."""
+        return bool(self.through) and self.through.union(self.gone).issuperset(self.actors)
 
     def _check_actor(self, call: Call) -> None:
         if call.caller not in self.actors:
@@ -160,6 +162,11 @@ class ReplayService:
 
     def count_on(self, figures: Figures) -> None:
         """Do nothing: a replay comes back with its state."""
+
+    def go_on_without(self, name: str) -> None:
+        """Wait for no frames of an actor that does not come back."""
+        self.gone.add(name)
+        self._changed()
 
     def figures(self) -> Figures:
         replay, (lagged, lag, most) = self.replay, self.lags

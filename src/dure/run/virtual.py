@@ -160,7 +160,7 @@ class VirtualSegment:
         self.companions = VirtualCompanions(
             setup,
             self.runtime,
-            run.cluster.durations,
+            run.cluster,
             absent=[setup.machine_nodes[number] for number in run.cluster.absent if number >= setup.workers],
             start=plain.get("checkpoint", 0),
             kept=plain.get("companions"),

@@ -12,13 +12,14 @@ from dure.run.checkpoint import fitting
 from dure.run.companion_nodes import companions_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Collection, Mapping
 
     from dure.core.deployment import NodeSpec
     from dure.core.node import Operation
     from dure.job.companions import Companion, Figures
     from dure.run.checkpoint import Parts
     from dure.run.setup import Setup
+    from dure.runtime.virtual.cluster import Cluster
     from dure.runtime.virtual.compute import Durations
     from dure.runtime.virtual.runtime import VirtualRuntime
 
@@ -29,21 +30,21 @@ BESIDE = 1 << 32
 class VirtualCompanions:
     """Builds the companions of a run, starts and stops them. There are none where the job has none.
 
-    `durations` gives the stream of a machine, by its number and a seed. Nodes called `absent` join later. `kept` is the
-    `plain` of the checkpoint at step `start`, from which the segment starts; None at the beginning.
+    Nodes called `absent` join later. `kept` is the `plain` of the checkpoint at step `start`, from which the segment
+    starts; None at the beginning.
     """
 
     def __init__(
         self,
         setup: Setup,
         runtime: VirtualRuntime,
-        durations: Callable[[int, int], Durations],
+        cluster: Cluster,
         *,
         absent: Collection[str],
         start: int,
         kept: Mapping[str, Any] | None,
     ) -> None:
-        self._setup, self._runtime, self._durations = setup, runtime, durations
+        self._setup, self._runtime, self._cluster = setup, runtime, cluster
         self._absent, self.start = absent, start
         self._specs = companions_of(setup.deployment)
         self._companions: dict[str, Companion] = {}
@@ -65,12 +66,14 @@ class VirtualCompanions:
                 self._begin(name, parts)
             if late and name not in self._absent:
                 self._runtime.kernel.external_event(spec.joins_after, partial(self.join, name))
+        for spec in self._specs:
+            self._go_on_without(spec)
 
     def _stream(self, spec: NodeSpec) -> Durations:
         seed, names = self._setup.config.seeded, self._setup.machine_nodes
         if spec.beside is None:
-            return self._durations(names.index(str(spec.id)), seed)
-        return self._durations(spec.beside.rank, seed + BESIDE + hash_of(spec.id))
+            return self._cluster.durations(names.index(str(spec.id)), seed)
+        return self._cluster.durations(spec.beside.rank, seed + BESIDE + hash_of(spec.id))
 
     def _begin(self, name: str, parts: Parts | None) -> None:
         assert self._setup.job.companions is not None
@@ -101,6 +104,16 @@ class VirtualCompanions:
         self._last[name] = self._companions[name].figures()
         self._tasks.pop(name, None)
         self._runtime.lose(self._runtime.nodes[name])
+        self._go_on_without(next(spec for spec in self._specs if str(spec.id) == name))
+
+    def _go_on_without(self, spec: NodeSpec) -> None:
+        """Tell the others of a companion that has crashed for ever."""
+        name, now = str(spec.id), self._runtime.kernel.now
+        if name not in self._gone or spec.joins_after > now:
+            return
+        if not self._cluster.joins_after(self._setup.machine_nodes.index(name), now):
+            for each in self._companions.values():
+                each.go_on_without(name)
 
     def join(self, name: str) -> None:
         """Start a companion that was absent, or has crashed."""

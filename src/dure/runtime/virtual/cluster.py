@@ -269,6 +269,10 @@ class Cluster(Validated):
             first.setdefault(event.worker, event.kind)
         return frozenset(worker for worker, kind in first.items() if kind == "join")
 
+    def joins_after(self, worker: int, seconds: float) -> bool:
+        """Whether a worker joins later than `seconds`."""
+        return any((each.kind, each.worker) == ("join", worker) and each.at > seconds for each in self.events)
+
     def placed(self, places: Mapping[str, int]) -> dict[str, int]:
         """The place of each node: as given (`Deployment.places`), or place 0 for all where the cluster is one `host`.
 
