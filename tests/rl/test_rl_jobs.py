@@ -51,6 +51,13 @@ def test_actors_that_stop_before_the_first_batch_are_refused():
     jobs.apex(env="CartPole-v1", actors=2, replays=2, min_size=100, frames=200).companions.check(1, 64)
 
 
+def test_dqn_of_images_makes_an_update_after_every_fourth_step():
+    """Mnih et al. (2015): batches of 32, and 0.01 inside the root for the gradient of their sum."""
+    suited = jobs.DQN.suited[jobs.IMAGES]
+    assert suited.batch_size / suited.settings.samples_per_insert == 4
+    assert suited.optimizer.eps * suited.batch_size**2 == pytest.approx(0.01)
+
+
 def test_a_batch_above_the_largest_sample_is_refused():
     companions = jobs.apex(env="CartPole-v1").companions
     companions.check(1, MOST)

@@ -7,6 +7,17 @@
 | `dqn`    | one, in lockstep             | one                   | DQN                                    |
 
 Ape-X takes DPG where actions are continuous.
+
+What suits vectors and continuous actions learns small environments in minutes. For images the network, the optimizers
+of Ape-X and DQN, the exponents of priorities, the frames between two pulls and the samples of DQN for each insert are
+those of the papers; the sizes are those of one machine:
+
+| images           | in the papers                                       | here                          |
+| batch            | Ape-X 512                                           | 32                            |
+| replay, smallest | 2 million transitions (DQN, Gorila 1 million frames), 50,000 | 100,000, 5,000       |
+| target           | every 2,500 updates (DQN 10,000, Gorila 60,000)     | 500                           |
+| exploration      | Ape-X: ladder 7; DQN: epsilon 0.1 after 1 million frames | ladder 3; 0.05 after 20,000 |
+| samples          | Ape-X: without a limit, 0.8 for each insert; 16 batches prefetched | 8; 2           |
 """
 
 from __future__ import annotations
@@ -260,8 +271,8 @@ DQN = Preset(
         VECTORS: Suited(_PLAIN, _DQN, replace(_ADAM, clip=None), 32),
         IMAGES: Suited(
             replace(_PLAIN, hidden=(512,)),
-            replace(_DQN, **{**_OF_ATARI, "send": 1}),
-            OptimizerSpec("rmsprop", lr=0.00025, eps=1e-4),
+            replace(_DQN, samples_per_insert=8.0, **{**_OF_ATARI, "send": 1}),
+            OptimizerSpec("rmsprop", lr=0.00025, eps=0.01 / 32**2),  # 0.01 for a sum over the batch, not its mean
             32,
         ),
         CONTINUOUS: Suited(Dpg(n_step=1, hidden=(128, 128)), _DQN, replace(_ADAM, clip=None), 32),
