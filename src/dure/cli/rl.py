@@ -66,7 +66,7 @@ class RlOptions:
     samples_per_insert: Positive | None = None
     """Samples for each transition inserted, which a replay keeps by delaying the side that is ahead; 0 for no limit."""
     n_step: Count | None = None
-    """Steps of a return; 3 for apex (5 where actions are continuous), else 1."""
+    """Steps of a return; 3 for apex, else 1."""
     gamma: Share | None = None
     """Discount of a step; 0.99 if left out."""
     pull_every: Count | None = None

@@ -16,7 +16,7 @@ class RlSettings:
 
     Each of `actors` has `environments` copies of the environment. With `bundled`, each worker has one actor and one
     replay of its own (Gorila); otherwise actor i sends to replay i mod `replays`, and each worker samples from all of
-    them in turn.
+    them in turn: priorities and weights are those within a replay.
 
     A replay holds `capacity` transitions; if `soft`, the surplus is removed only every `trim_every` samples. `alpha`
     is the exponent of priorities (0: uniform), `beta` that of importance weights. No batch is sampled before a replay
@@ -24,19 +24,21 @@ class RlSettings:
     messages): it delays its answers to the side that is ahead.
 
     An actor sends `send` transitions in a message, and pulls the model every `pull_every` steps. Environment i of N has
-    the constant epsilon `epsilon` ** (1 + `ladder` i / (N - 1)), reached from 1 over `anneal` steps; `sigma` is the
-    standard deviation of noise on continuous actions. The target network is copied every `target_every` steps of a
-    worker, which has `prefetch` batches on their way. In `lockstep` the one actor waits until the worker has made the
-    steps that its transitions allow.
+    the constant epsilon `epsilon` ** (1 + `ladder` i / (N - 1)); `sigma` is the standard deviation of noise on
+    continuous actions, in half their range. Both are reached from 1 over `anneal` steps of the environment. The target
+    network is copied every `target_every` updates of the model: steps of the worker or, over servers, updates of all
+    workers. A worker has `prefetch` batches on their way. In `lockstep` the one actor waits until the worker has made
+    the steps that its transitions allow.
 
     A gradient whose loss is more than `outlier` standard deviations above the mean loss is dropped; 0: none.
 
     The last `late` actors join `late_seconds` after the start of the run.
 
-    Actors stop after `frames` frames of all of them together, and the run ends then; 0: without limit.
+    Actors stop after `frames` frames of all of them together, of which each makes its share, and the run ends then; 0:
+    without limit.
 
-    `act_seconds` are those of a step of an actor in virtual time, `update_seconds` those of a gradient; without them a
-    gradient takes the time of its operations on the cluster's machine.
+    `act_seconds` are those of a step of an actor, in all its environments, in virtual time, `update_seconds` those of a
+    gradient; without them a gradient takes the time of its operations on the cluster's machine.
     """
 
     actors: int = 4
