@@ -29,6 +29,16 @@ def test_continuous_actions_need_a_policy_and_a_critic():
         jobs.apex(env="Pendulum-v1", network=lambda: nn.Linear(3, 1))
 
 
+def test_a_network_of_a_policy_and_a_critic_needs_their_forward():
+    class Halves(nn.Module):
+        def policy(self, observations): ...
+
+        def critic(self, observations, actions): ...
+
+    with pytest.raises(UsageError, match="needs a method forward"):
+        jobs.apex(env="Pendulum-v1", network=Halves)
+
+
 @pytest.mark.parametrize(
     ("given", "says"),
     [

@@ -28,6 +28,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 import torch
+from torch import nn
 
 from dure.core import user_code
 from dure.core.spec_text import nearest
@@ -44,8 +45,6 @@ from dure.rl.settings import RlSettings
 from dure.rl.spaces import arrays, is_image
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from dure.rl.algorithm import RlAlgorithm
     from dure.rl.environments import Factory
 
@@ -204,6 +203,11 @@ def _check_network(network: Callable[[], nn.Module], own: nn.Module, example: to
             f"the network needs the methods policy and critic for continuous actions; it has no {missing[0]}."
         )
     if hasattr(own, "policy"):
+        if type(module).forward is nn.Module.forward:
+            raise UsageError(
+                "the network needs a method forward, whose operations are counted. Return "
+                "self.critic(observations, self.policy(observations)) in it."
+            )
         return
     with torch.inference_mode(), explain_user_errors(f"the network, given observations {tuple(example.shape)}, raised"):
         found = module(example)

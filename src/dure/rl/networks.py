@@ -125,6 +125,10 @@ class PolicyAndCritic(nn.Module):
         for name, values in bounds.items():
             self.register_buffer(name, values, persistent=False)
 
+    def forward(self, observations: Tensor) -> Tensor:
+        """The values (count,) of the policy's actions: all parameters have a part in it, as in an update."""
+        return self.critic(observations, self.policy(observations))
+
     def policy(self, observations: Tensor) -> Tensor:
         """Actions (count, a) for observations (count, ...)."""
         return torch.addcmul(self.center, self.half_range, torch.tanh(self.policy_layers(observations)))
