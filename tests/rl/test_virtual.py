@@ -131,6 +131,22 @@ def test_an_actor_that_crashes_is_missed_by_no_other():
     assert experience(lost)["frames"] < experience(whole)["frames"]
 
 
+def test_learners_in_agreement_end_their_work_together_with_the_last_frames():
+    """A replay of two actors is full before that of one, whose frames count too."""
+    job = many_actors(actors=3, replays=2, frames=300, samples_per_insert=8.0)
+    slow = Event(at=0.0, kind="slow", worker=1, factor=3.0)
+    run = ran(job, "bsp collective", slow, workers=2, steps=1_000)
+    assert experience(run)["frames"] == 300
+    assert len({each["steps"] for each in run.summary["per_worker"].values()}) == 1
+    assert 40 <= run.summary["steps"] <= 55, "of 110 batches that 300 frames allow, some are not drawn any more"
+
+
+def test_continuous_actions_are_learnt():
+    run = ran(apex(**{**SMALL, "env": "Pendulum-v1", "actors": 3, "target_every": 10}))
+    assert run.summary["steps"] == 40
+    assert experience(run)["replay"]["samples"] >= 40 * 16
+
+
 @pytest.mark.parametrize("options", [{}, {"checkpoint_every": 30, "out": "unused"}], ids=["", "checkpoints"])
 def test_the_frames_of_an_actor_that_crashed_for_ever_are_not_awaited(options):
     job = many_actors(actors=3, frames=300, samples_per_insert=8.0)

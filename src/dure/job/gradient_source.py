@@ -30,6 +30,10 @@ class MeanGradients(Protocol):
         """Start on the mean of `values` over the group; each member has a `share` of the samples."""
         ...
 
+    async def all_go_on(self, late: bool) -> bool:
+        """Whether all members go on: none of them is `late`."""
+        ...
+
 
 class Requester(Protocol):
     """The part of a worker that a source uses: the worker requests a gradient.

@@ -84,6 +84,7 @@ class ReplaySource:
         self.meter = meter
         self.outliers = outliers
         self.asked = 0
+        self.over: set[str] = set()
         self._batches: deque[_Batch] = deque()
         self._target: torch.Tensor | None = None
 
@@ -106,11 +107,11 @@ class ReplaySource:
         self._batches.clear()
 
     def state(self) -> dict[str, Any]:
-        plain = {"asked": self.asked}
+        plain: dict[str, Any] = {"asked": self.asked, "over": sorted(self.over)}
         return plain if self.outliers is None else plain | {"outliers": self.outliers.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self.asked = int(state["asked"])
+        self.asked, self.over = int(state["asked"]), set(state["over"])
         if self.outliers is not None:
             self.outliers.restore(state["outliers"])
 
@@ -136,7 +137,13 @@ class ReplaySource:
             self.target.load(self._target)
 
     async def _mean_gradient(self, requester: Requester) -> Gradient:
-        gradient = await self._gradient(requester)
+        """All workers end their work in the step in which the first has no batch left."""
+        gradient = None
+        with suppress(EndOfWork):
+            gradient = await self._gradient(requester)
+        if self.settings.frames and not await requester.group.all_go_on(gradient is None):
+            raise EndOfWork
+        assert gradient is not None
         return gradient.with_values(await requester.group.mean(gradient.values))
 
     async def _gradient_of(self, batch: _Batch, params: torch.Tensor) -> Gradient:
@@ -164,18 +171,24 @@ class ReplaySource:
     # ---- samples
 
     async def _next(self, version: int) -> _Batch:
-        while len(self._batches) < max(1, self.settings.prefetch):
-            self._batches.append(self._ask(version))
-        batch, started = self._batches.popleft(), self.node.now()
-        try:
-            await batch.arrives
-        except WorkOver:
-            raise EndOfWork from None
+        """The next batch. Replays whose actors are through are left out, and the work ends with the last of them."""
+        started = self.node.now()
+        while True:
+            while len(self._batches) < max(1, self.settings.prefetch) and len(self.over) < len(self.replays):
+                self._batches.append(self._ask(version))
+            if not self._batches:
+                raise EndOfWork
+            batch = self._batches.popleft()
+            with suppress(WorkOver):
+                await batch.arrives
+                break
+            self.over.add(batch.replay.node)
         self.meter.add("wait", started, self.node.now(), "sample")
         return batch
 
     def _ask(self, version: int) -> _Batch:
-        replay = self.replays[self.asked % len(self.replays)]
+        while (replay := self.replays[self.asked % len(self.replays)]).node in self.over:
+            self.asked += 1
         self.asked += 1
         into, tensors = self.samples.room(self.batch_size)
         fields: dict[str, Any] = {"count": self.batch_size, "beta": self.settings.beta, "version": version}
