@@ -217,3 +217,9 @@ def test_a_run_that_is_resumed_at_a_checkpoint_ends_as_the_one_that_was_not_stop
     assert resumed.summary()["params_sha256"] == whole.summary()["params_sha256"]
     assert resumed.summary()["experience"] == whole.summary()["experience"]
     assert resumed.history == whole.history
+
+
+def test_continuous_actions_are_learnt_in_a_whole_run():
+    run = ran(apex(**SMALL, env="Pendulum-v1", actors=2))
+    assert experience(run)["mean_return"] < 0
+    assert run.summary["updates_applied"] == 40
