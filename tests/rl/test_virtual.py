@@ -131,7 +131,12 @@ def test_an_actor_that_crashes_is_missed_by_no_other():
     assert experience(lost)["frames"] < experience(whole)["frames"]
 
 
-def test_learners_in_agreement_end_their_work_together_with_the_last_frames():
+def test_learners_in_agreement_end_their_work_together_where_one_batch_is_left():
+    run = ran(many_actors(actors=1, frames=100, samples_per_insert=8.0), workers=2, steps=1_000)
+    assert [each["steps"] for each in run.summary["per_worker"].values()] == [19, 19]
+
+
+def test_learners_in_agreement_end_their_work_with_the_last_frames():
     """A replay of two actors is full before that of one, whose frames count too."""
     job = many_actors(actors=3, replays=2, frames=300, samples_per_insert=8.0)
     slow = Event(at=0.0, kind="slow", worker=1, factor=3.0)
