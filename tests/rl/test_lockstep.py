@@ -7,10 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from support import rl_jobs
+from support.nodes import World
 from support.plain_dqn import PlainDqn
 from support.runs import local, virtual
 from torch import Tensor, nn
 
+from dure.core.node import Reply
+from dure.rl.actor import Actor
 from dure.rl.jobs import apex
 
 SEED = 3
@@ -74,3 +77,16 @@ def test_parameters_of_an_actor_lag_by_the_updates_since_its_pull(pull_every, up
     pulled = [max(0, act - act % pull_every - 1) * updates for act in range(acts)]
     lags = [act * updates + more - pulled[act] for act in range(acts) for more in range(updates)]
     assert found.summary["experience"]["param_lag"] == {"mean": sum(lags) / len(lags), "max": max(lags)}
+
+
+def test_an_actor_that_begins_again_waits_for_the_steps_that_the_replay_s_own_count_allows():
+    """The count of its last report is from before its end, and too small."""
+    world = World()
+    actor = object.__new__(Actor)
+    actor.steps_after, actor.stored = lambda inserts: inserts - 2, 0
+    actor.count_on({"steps": 50, "sent": 40, "episodes": 1})
+    actor._insertion = world.node("actor 0").promise("an insertion")
+    actor._insertion.resolve(Reply({"inserts": 49}))
+    world.run(actor._admitted())
+    assert actor._awaited() == 47
+    assert actor.sent == 40

@@ -74,6 +74,7 @@ class Actor:
         self.steps_after = steps_after
         self.version = 0
         self.steps = self.sent = self.episodes = 0
+        self.stored = 0  # transitions that the replay has had, as it said last
         self.returns: deque[float] = deque(maxlen=RECENT)
         self._insertions = InsertionTensors(layout)
         self._window = NStep(algorithm.n_step, algorithm.gamma)
@@ -119,7 +120,7 @@ class Actor:
 
     def _awaited(self) -> int:
         """The step that an actor in lockstep waits for: the steps that the replay allows the worker so far."""
-        return 0 if self.steps_after is None else self.steps_after(self.sent)
+        return 0 if self.steps_after is None else self.steps_after(self.stored)
 
     # ---- its environments
 
@@ -189,7 +190,7 @@ class Actor:
     async def _admitted(self) -> None:
         """Wait until the replay admits more transitions than it has got."""
         if self._insertion is not None:
-            await self._insertion
+            self.stored = (await self._insertion).fields["inserts"]
 
     def _columns(self, sending: Sequence[tuple[Any, int]]) -> Transitions:
         columns: Transitions = {VERSION.name: np.array([version for _, version in sending], VERSION.dtype)}
@@ -221,9 +222,10 @@ class Actor:
 
     def state(self) -> State:
         """The counts: an actor that is started again begins new episodes."""
-        counts = {"steps": self.steps, "sent": self.sent, "episodes": self.episodes, "returns": list(self.returns)}
-        return State({}, counts)
+        counts = {"steps": self.steps, "sent": self.sent, "episodes": self.episodes}
+        return State({}, {**counts, "stored": self.stored, "returns": list(self.returns)})
 
     def restore(self, state: State) -> None:
         self.steps, self.sent, self.episodes = (int(state.plain[name]) for name in ("steps", "sent", "episodes"))
+        self.stored = int(state.plain["stored"])
         self.returns.extend(state.plain["returns"])

@@ -96,7 +96,7 @@ class ReplayService:
         self._changed()
         while not self.limiter.can_insert(0):
             await self._change("samples, which are behind the inserts")
-        return Reply({"size": self.replay.size})
+        return Reply({"size": self.replay.size, "inserts": self.replay.inserted})
 
     async def _sample(self, call: Call) -> Reply:
         count = call.fields["count"]
