@@ -39,6 +39,12 @@ def test_a_network_of_a_policy_and_a_critic_needs_their_forward():
         jobs.apex(env="Pendulum-v1", network=Halves)
 
 
+@pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1"])
+def test_a_layer_without_units_is_refused(env):
+    with pytest.raises(UsageError, match="at least one unit"):
+        jobs.apex(env=env, hidden=(8, 0))
+
+
 @pytest.mark.parametrize(
     ("given", "says"),
     [

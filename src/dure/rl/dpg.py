@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from dure.rl.n_step import check_returns
-from dure.rl.networks import PolicyAndCritic, policy_and_critic
+from dure.rl.networks import PolicyAndCritic, check_hidden, policy_and_critic
 from dure.rl.spaces import bounded, layout
 from dure.rl.transitions import Column, Layout
 
@@ -56,6 +56,7 @@ class Dpg:
 
     def __post_init__(self) -> None:
         check_returns(self.gamma, self.n_step)
+        check_hidden(self.hidden)
 
     def layout(self, observation_space: Space[Any], action_space: Space[Any]) -> Layout:
         """The columns of a transition. Raises `UsageError` for spaces that DPG cannot use."""

@@ -27,7 +27,7 @@ from torch.nn import functional
 
 from dure.errors import UsageError
 from dure.rl.n_step import check_returns
-from dure.rl.networks import QNetwork, q_network
+from dure.rl.networks import QNetwork, check_hidden, q_network
 from dure.rl.spaces import choices, layout
 from dure.rl.transitions import Column, Layout
 
@@ -52,6 +52,7 @@ class Dqn:
 
     def __post_init__(self) -> None:
         check_returns(self.gamma, self.n_step)
+        check_hidden(self.hidden)
         if self.loss_ not in _LOSSES:
             raise UsageError(f'dqn: loss must be "squared" or "huber", got {self.loss_!r}.')
 

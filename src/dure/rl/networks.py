@@ -35,6 +35,12 @@ SMALLEST = 36
 """Pixels along an axis of the smallest image that the convolutions can take."""
 
 
+def check_hidden(hidden: Sequence[int]) -> None:
+    """Raises `UsageError` for hidden layers without units, or no hidden layer."""
+    if min(hidden, default=0) < 1:
+        raise UsageError(f"each hidden layer has at least one unit, got hidden={tuple(hidden)}. Write hidden=64/64.")
+
+
 class _Floats(nn.Module):
     """Observations as flat vectors of numbers."""
 
