@@ -76,7 +76,7 @@ class RlOptions:
     network: str | None = None
     """FILE.py:FUNCTION that returns the network; that of the algorithm if left out."""
     set: UseAppendAction[tuple[str, ...]] = ()
-    """Any other setting of the job, KEY=VALUE; `dure methods` and docs/reinforcement.md list them. Repeat it."""
+    """Any other setting of the job, KEY=VALUE, as in min_size=500; docs/reinforcement.md lists them. Repeat it."""
     on: str = ""
     """local, virtual (machines that are alike, in virtual time), or a cluster file: virtual as well. local if left
     out."""
@@ -155,6 +155,8 @@ class RlOptions:
             key, equals, value = text.partition("=")
             if not (key and equals and value):
                 raise UsageError(f"set={text!r} sets nothing: write KEY=VALUE, as in --set send=20.")
+            if "," in value:
+                raise UsageError(f"set={text!r} has a comma: join the parts of a value by /, as in --set hidden=64/64.")
             if key in values:
                 raise UsageError(f"{key} is given twice: by --set {text} and by --{key.replace('_', '-')}.")
             values[key] = value
