@@ -113,6 +113,12 @@ def scene_of(config: PlanOptions, job: Job | None, cluster: Cluster | None, say:
         if not config.job:
             raise UsageError("no job is named. Write, for example, dure plan digits-mlp.")
         job = load_job(config.job, config.data, batch_size=config.batch_size)
+    if job.companions is not None:
+        raise UsageError(
+            f"{job.name} learns from what actors experience, and a plan knows training from data only. Compare "
+            f"strategies by runs: dure compare {config.job or job.name} --strategy bsp --strategy averaging "
+            "--workers 2 --on virtual."
+        )
     if cluster is None:
         cluster = _cluster(config, job, say)
     if config.workers not in (None, cluster.workers):

@@ -23,6 +23,7 @@ from dure.partition.pipeline import Pipeline
 from dure.partition.programmed import Programmed
 from dure.partition.shared_layers import SharedLayers
 from dure.partition.ticks import Orders, check
+from dure.run.companion_check import check_options
 from dure.run.config import TrainConfig
 from dure.run.devices import AUTO, CPU, check_use, devices_of
 from dure.run.places import is_started_outside
@@ -57,6 +58,7 @@ def resolve(config: TrainConfig, prebuilt: Prebuilt = Prebuilt()) -> tuple[Setup
     loaded = _load(config) if prebuilt.job is None and config.job and may_have_companions(config.job) else prebuilt.job
     companions = None if loaded is None else loaded.companions
     if loaded is not None and companions is not None:
+        check_options(config, strategy, loaded.name)
         sizes = config.batch_sizes or (config.batch_size or loaded.batch_size,)
         companions.check(config.workers or 1, max(sizes))
     cluster = prebuilt.cluster or asked_cluster(config, companions)

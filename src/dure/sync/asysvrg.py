@@ -69,6 +69,7 @@ class AsySVRG:
         delivers="server",
         vectors=("snapshot", "mean"),
         sampling=Replicated(),
+        chooses_samples=True,
         no_loop="it needs the gradient of all data, of which a loop of one's own sees a part",
         topology_reason="its workers write to one model, in the memory of one machine",
         unstaged="it computes gradients of all samples too, and a stage works on the next mini-batch",

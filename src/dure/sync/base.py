@@ -46,6 +46,7 @@ class Traits:
     - `sampling`: replaces the job's split of the data. `local_optimizer` replaces the job's optimizer, unless the run
       names one. `own_rate`: workers also step by a learning rate that is a parameter of the method.
     - `no_loop`: the reason why `dure.attach` cannot run the method.
+    - `chooses_samples`: workers compute gradients of samples that the method chooses.
     """
 
     topologies: tuple[str, ...]
@@ -72,6 +73,7 @@ class Traits:
     local_optimizer: OptimizerSpec | None = None
     own_rate: bool = False
     no_loop: str = ""
+    chooses_samples: bool = False
 
 
 @dataclass(frozen=True, slots=True)

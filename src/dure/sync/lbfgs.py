@@ -88,6 +88,7 @@ class LBFGS:
         coordinated=True,
         lockstep=True,
         delivers="server",
+        chooses_samples=True,
         no_loop="its coordinator asks for gradients of any data at any point, and a loop has its own",
         topology_reason="its vectors live on servers, where a coordinator commands them",
         unstaged="it computes the gradient of a whole batch in portions, and a stage works on the next mini-batch",
