@@ -25,6 +25,7 @@
 | `ssp` | `ssp` | Ho et al.: waiting, lead and accuracy by the bound of SSP |
 | `hogwild` | `hogwild` | Niu et al.: conflicts of updates without locks, and the seconds of locks |
 | `structures` | `structures` | a survey: seconds of a step over collectives and over servers, for several models |
+| `reinforcement` | `reinforcement` | a survey: DQN, Gorila and Ape-X at equal time; Horgan et al.: more actors |
 | `stale-gradients` | `stale_gradients` | a survey: samples to an accuracy by the number of asynchronous workers |
 | `table1` | `table1` | Yook et al.: operations and words of synchronous, asynchronous and pipelined SGD |
 
@@ -71,6 +72,7 @@ NAMES = {
     "ssp": "dure.cli.reproduce.ssp",
     "hogwild": "dure.cli.reproduce.hogwild",
     "structures": "dure.cli.reproduce.structures",
+    "reinforcement": "dure.cli.reproduce.reinforcement",
     "stale-gradients": "dure.cli.reproduce.stale_gradients",
 }
 
