@@ -14,7 +14,7 @@ import dure
 from dure.errors import UsageError
 from dure.job.data.dataset import Data
 from dure.job.data.split import Dirichlet, Replicated
-from dure.job.job import BUILT_IN, Job, load_job
+from dure.job.job import BUILT_IN, Job, load_job, may_have_companions
 from dure.job.optimizer import OptimizerSpec
 
 NEEDS_DATA = {"mnist-mlp", "mnist-cnn", "cifar10-cnn", "vgg16", "embedding-text", "imdb-bert", "imdb-albert"}
@@ -29,7 +29,8 @@ RULES = {
 }
 STEPS = {"vgg16": 100, "imdb-bert": 150, "imdb-albert": 200}
 has_data = pytest.mark.skipif("DURE_DATA" not in os.environ, reason="DURE_DATA names no folder with data sets")
-JOBS = [pytest.param(name, marks=has_data) if name in NEEDS_DATA else name for name in BUILT_IN]
+OF_DATA = [name for name in BUILT_IN if not may_have_companions(name)]  # tests/rl has the others
+JOBS = [pytest.param(name, marks=has_data) if name in NEEDS_DATA else name for name in OF_DATA]
 
 JOB_FILE = """
 import torch
