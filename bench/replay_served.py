@@ -13,17 +13,17 @@ of the two changes from repeat to repeat. A ratio is the served rate over that i
 the median of the ratios and the 95 % interval of that median, and the processor time of each process. The replay has
 one thread, so that its processor time bounds the ratio, however many cores there are.
 
-Result of the defaults on two x86_64 cores that other work kept busy (load 4 to 7), transitions a second:
+Result of `--seconds 0.3` on two x86_64 cores with nothing beside it, transitions a second:
 
 | | served | in process | ratio | bound by the replay's processor time |
 |---|---|---|---|---|
-| samples, learner alone | 220,130 | 839,190 | 0.26x (0.17 to 0.40) | 0.73x |
-| samples, learner with 2 actors | 153,696 | 665,461 | 0.21x (0.13 to 0.37) | 0.65x |
-| inserts, one actor alone | 39,533 | 885,176 | 0.06x (0.03 to 0.07) | 0.16x |
-| inserts, one actor alone, messages of 400 | 303,643 | 5,692,007 | 0.06x (0.04 to 0.07) | 0.20x |
+| samples, learner alone | 541,210 | 1,298,685 | 0.37x (0.35 to 0.38) | 0.42x |
+| samples, learner with 2 actors | 318,038 | 1,042,055 | 0.28x (0.25 to 0.34) | 0.32x |
+| inserts, one actor alone | 85,201 | 1,308,513 | 0.07x (0.05 to 0.08) | 0.12x |
+| inserts, one actor alone, messages of 400 | 615,835 | 6,650,867 | 0.09x (0.07 to 0.11) | 0.14x |
 
-All miss the bar of 0.5x. A message costs the replay 0.2 to 0.35 ms of processor time beside the work, and an insert of
-50 transitions in process takes 0.06 ms. With messages of 400 transitions an actor inserts 8 times as many a second.
+All miss the bar of 0.5x: a message costs the replay 0.2 to 0.3 ms of processor time beside the work, and an insert of
+50 transitions in process takes 0.04 ms. With messages of 400 transitions an actor inserts 7 times as many a second.
 """
 
 from __future__ import annotations
