@@ -101,9 +101,9 @@ class Companions(Protocol):
     def grader(self, build: Build, episodes: int | None, *, seed: int) -> Grader: ...
 
     def row(self, figures: Mapping[str, Figures], seconds: float) -> dict[str, Any]:
-        """What a row of the history has of the companions: from the figures of each node, by its name."""
+        """The companions' part of a row of the history, from the figures of each node, by its name."""
         ...
 
     def summary(self, figures: Mapping[str, Figures], rows: Sequence[Mapping[str, Any]], seconds: float) -> Any:
-        """What the summary has under `experience`."""
+        """The value of `experience` in the summary."""
         ...

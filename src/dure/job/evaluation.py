@@ -77,7 +77,7 @@ class Evaluator:
 
 
 def grader_of(job: Job, samples: int | None = None, *, device: str = "cpu", seed: int = 0) -> Grader:
-    """What grades the models of `job`: its companions, or else an `Evaluator`."""
+    """The grader of the models of `job`: that of its companions, or else an `Evaluator`."""
     if job.companions is not None:
         return job.companions.grader(job.build, samples, seed=seed)
     return Evaluator(job, samples, device=device, seed=seed)

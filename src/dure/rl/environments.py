@@ -58,7 +58,7 @@ class VectorStep(NamedTuple):
     final: np.ndarray
     """The observation that each action led to."""
     observations: np.ndarray
-    """What to act on next: `final`, or the first observation of the next episode."""
+    """The observations of the next actions: `final`, or the first observation of the next episode."""
     rewards: np.ndarray
     """Rewards for learning, float32."""
     terminated: np.ndarray

@@ -8,9 +8,9 @@
 
 Ape-X takes DPG where actions are continuous.
 
-What suits vectors and continuous actions learns small environments in minutes. For images the network, the optimizers
-of Ape-X and DQN, the exponents of priorities, the frames between two pulls and the samples of DQN for each insert are
-those of the papers; the sizes are those of one machine:
+The defaults for vectors and continuous actions learn small environments in minutes. For images the network, the
+optimizers of Ape-X and DQN, the exponents of priorities, the frames between two pulls and the samples of DQN for each
+insert are those of the papers; the sizes are those of one machine:
 
 | images           | in the papers                                       | here                          |
 | batch            | Ape-X 512                                           | 32                            |
@@ -58,7 +58,7 @@ VECTORS, IMAGES, CONTINUOUS = "vectors", "images", "continuous actions"
 
 @dataclass(frozen=True)
 class Suited:
-    """What suits one kind of environment."""
+    """The algorithm, settings and optimizer for one kind of environment."""
 
     algorithm: Any
     settings: RlSettings

@@ -103,7 +103,7 @@ class CompanionTracker:
         return {name: self._last[name] for name in sorted(self._last)}
 
     def row(self, seconds: float) -> dict[str, Any]:
-        """What a row of the history has of the companions."""
+        """The companions' part of a row of the history."""
         companions = self._setup.job.companions
         return {} if companions is None or not self._last else companions.row(self.figures(), seconds)
 

@@ -14,6 +14,7 @@ leave the clock; done(parameters) ---------->  the run's result
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,8 +78,8 @@ class FaultSettings:
     return_seconds: float = 0.0
 
 
-class RunProcess:
-    """Common part of worker and server processes: registration, the driver's commands, counters of traffic."""
+class RunProcess(ABC):
+    """Common part of the processes of a run: registration, the driver's commands, counters of traffic."""
 
     def __init__(self, setup: Setup, node: ProcessNode) -> None:
         self.setup = setup
@@ -92,9 +93,9 @@ class RunProcess:
         self.node.directory.update({name: (place[0], place[1]) for name, place in reply.fields["directory"].items()})
         return reply
 
+    @abstractmethod
     async def live(self, where: tuple[str, int], parts: Parts) -> None:
         """Take part in the run, from the `parts` of a checkpoint if there are some; this process listens at `where`."""
-        raise NotImplementedError
 
     @property
     def steps(self) -> int:

@@ -339,7 +339,7 @@ class Setup:
     def experience(
         self, figures: Mapping[str, Figures], rows: Sequence[Mapping[str, Any]], seconds: float
     ) -> Mapping[str, Any]:
-        """What the summary has of the job's companions; nothing without."""
+        """The companions' part of the summary; empty for a job without companions."""
         companions = self.job.companions
         return {} if companions is None else {"experience": companions.summary(figures, rows, seconds)}
 

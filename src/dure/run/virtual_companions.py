@@ -28,7 +28,7 @@ BESIDE = 1 << 32
 
 
 class VirtualCompanions:
-    """Builds the companions of a run, starts and stops them. There are none where the job has none.
+    """Builds the companions of a run, starts and stops them. A job without companions has an empty one.
 
     Nodes called `absent` join later. `kept` is the `plain` of the checkpoint at step `start`, from which the segment
     starts; None at the beginning.
@@ -132,12 +132,12 @@ class VirtualCompanions:
         return {**self._last, **running}
 
     def row(self, seconds: float) -> dict[str, Any]:
-        """What a row of the history has of the companions."""
+        """The companions' part of a row of the history."""
         companions = self._setup.job.companions
         return {} if companions is None else companions.row(self.figures(), seconds)
 
     def plain(self) -> dict[str, Any]:
-        """What a checkpoint keeps of all of them: the nodes that are absent or have crashed, and their last figures."""
+        """The common state of all companions in a checkpoint: the absent and crashed nodes, and their last figures."""
         last = {name: figures for name, figures in self._last.items() if name in self._gone}
         return {"gone": sorted(self._gone), "last": last}
 
