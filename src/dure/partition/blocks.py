@@ -47,7 +47,7 @@ def blocks_of(job: Job, module: nn.Module) -> list[nn.Module]:
 
 def is_one_block(job: Job, module: nn.Module) -> bool:
     """Whether a model has no blocks, so that it can be one stage alone."""
-    return job.stages is None and not _is_sequence(module)
+    return job.stages is None and not (is_sequence(module) and len(module))
 
 
 def call_of(job: Job, *, whole: bool = False) -> Callable[[nn.Module, Any], Any]:
@@ -145,11 +145,11 @@ def refuse_ties(method: str, ties: Mapping[str, Sequence[int]], instead: str = F
 
 def _given(job: Job, module: nn.Module, what: str) -> list[nn.Module]:
     if job.stages is None:
-        if _is_sequence(module):
+        if is_sequence(module) and len(module):
             return list(module)  # `children()` would list a layer that occurs twice once
         raise UsageError(
-            f"{what} does not say how its model, a {type(module).__name__}, is cut into stages: it is no "
-            f"torch.nn.Sequential. {_WRITE}"
+            f"{what} does not say how its model, a {type(module).__name__}, is cut into stages: it is "
+            f"{_no_sequence(module)}. {_WRITE}"
         )
     with explain_user_errors(f"Job.stages of {what} raised"):
         found = job.stages(module)
@@ -165,8 +165,15 @@ def _given(job: Job, module: nn.Module, what: str) -> list[nn.Module]:
     return blocks
 
 
-def _is_sequence(module: nn.Module) -> TypeGuard[nn.Sequential]:
-    return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward and len(module) > 0
+def is_sequence(module: nn.Module) -> TypeGuard[nn.Sequential]:
+    """Whether a module calls its children in order: an `nn.Sequential`, or a subclass without a forward of its own."""
+    return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+
+
+def _no_sequence(module: nn.Module) -> str:
+    if not isinstance(module, nn.Sequential):
+        return "no torch.nn.Sequential"
+    return "empty" if is_sequence(module) else "a torch.nn.Sequential with a forward of its own"
 
 
 def _check_parameters(module: nn.Module, blocks: Sequence[nn.Module], what: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from dure import __version__
 from dure.core.target import Target
 from dure.planner.candidates import PLAIN
-from dure.planner.commands import Command, ddp_script
+from dure.planner.commands import Command
 from dure.planner.explain import cross_check
 from dure.planner.learning import LearningCurve
 from dure.planner.price import cost_per_hour
@@ -38,6 +38,7 @@ class Ranking:
     commands: Mapping[str, Command]
     target: Target | None = None
     spans: Sequence[Any] = field(default_factory=tuple)
+    ddp_script: str | None = None
 
     @property
     def rows(self) -> Sequence[Ranked]:
@@ -83,7 +84,7 @@ def _values(plan: Ranking) -> dict[str, Any]:
             "would_change": list(plan.would_change),
             "cross_check": cross_check(plan.rows),
             "plain_ddp": best.strategy == PLAIN,
-            "ddp_script": ddp_script(scene) if best.strategy == PLAIN else None,
+            "ddp_script": plan.ddp_script,
         },
         "rows": [_row(plan, rank, row) for rank, row in enumerate(plan.rows, start=1)],
         "refused": [{"strategy": name, "reason": reason} for name, reason in plan.found.refused.items()],

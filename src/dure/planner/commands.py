@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from dure.planner.ddp_script import ddp_script
 from dure.planner.timing import config_of
 from dure.run.config import TrainConfig
 from dure.run.emit import torchrun
@@ -14,29 +15,10 @@ from dure.run.emit.arguments import arguments_of
 from dure.run.emit.launch import Launch, ranks_of
 
 if TYPE_CHECKING:
+    from dure.job.job import Job
     from dure.planner.options import PlanOptions
     from dure.planner.ranking import Ranked
     from dure.planner.scene import Scene
-
-DDP = """\
-# train.py: plain data parallelism in PyTorch. {workers} workers with {batch} samples each.
-import os, torch
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler
-
-torch.distributed.init_process_group()  # gloo on CPUs, nccl on GPUs
-model = DistributedDataParallel(make_model())
-optimizer = make_optimizer(model.parameters())
-loader = DataLoader(dataset, batch_size={batch}, sampler=DistributedSampler(dataset))
-for epoch in range(epochs):
-    loader.sampler.set_epoch(epoch)
-    for inputs, targets in loader:
-        loss = loss_of(model(inputs), targets)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-"""
-"""A script of plain data parallelism; `make_model` and the like are the user's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +48,19 @@ def command_of(scene: Scene, config: PlanOptions, row: Ranked) -> Command:
     return Command(options, ranks_of(scene.cluster))
 
 
-def ddp_script(scene: Scene) -> str:
-    """A script of plain data parallelism in PyTorch, with the sizes of `scene`."""
-    return DDP.format(workers=scene.workers, batch=scene.batch // scene.workers)
+def script_of(command: Command, job: Job, *, named: bool) -> str | None:
+    """The script of PyTorch that does what `command` does for plain data parallelism, if one can be written.
+
+    `named` says whether the job has a text by which it can be loaded.
+    """
+    config, text = command.config, command.config.job if named else None
+    each = str(command.ranks[0]) if len(set(command.ranks)) == 1 else "RANKS"
+    start = torchrun.start_words(len(command.ranks), each)
+    return ddp_script(
+        job,
+        text,
+        config.data,
+        workers=sum(command.ranks),
+        batch=config.batch_size or job.batch_size,
+        line=shlex.join([*start, "ddp.py"]),
+    )

@@ -24,7 +24,7 @@ from dure.job.validation import try_to_count
 from dure.planner.answer import Ranking
 from dure.planner.calibration import calibrated, is_measured
 from dure.planner.candidates import CODECS, PLAIN
-from dure.planner.commands import command_of
+from dure.planner.commands import command_of, script_of
 from dure.planner.deadline import Deadline
 from dure.planner.explain import bottlenecks, crowded, why, would_change
 from dure.planner.fitting import smallest_change
@@ -92,6 +92,8 @@ def planned(
     say("sweeping bandwidths, workers and batches", 0, None)
     swept = sweeps(scene, ordered, Deadline(SWEEP * within))
     commands = {row.strategy: command_of(scene, config, row) for row in found.rows}
+    best = found.rows[0].strategy
+    plain = script_of(commands[best], scene.job, named=job is None) if best == PLAIN else None
     return Ranking(
         scene=scene,
         on=config.on or "this machine",
@@ -103,7 +105,8 @@ def planned(
         curves=curves,
         commands=commands,
         target=target,
-        spans=timed(scene, found.rows[0].strategy, trace=True).spans,
+        spans=timed(scene, best, trace=True).spans,
+        ddp_script=plain,
     )
 
 

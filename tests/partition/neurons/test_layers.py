@@ -36,6 +36,13 @@ def again() -> nn.Sequential:
     return nn.Sequential(layer, nn.ReLU(), layer)
 
 
+class Residual(nn.Sequential):
+    """A sequence whose forward is not that of its layers in order."""
+
+    def forward(self, inputs):
+        return inputs + super().forward(inputs)
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
     [
@@ -48,6 +55,8 @@ def again() -> nn.Sequential:
         (nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3)), "1 .LayerNorm. has parameters"),
         (nn.Sequential(LocallyConnected2d((1, 4, 4), 1, 2), nn.Linear(3, 3)), "has 9 units"),
         (nn.Sequential(LocallyConnected2d((1, 4, 4), 3, 4), nn.Linear(3, 3)), "nn.Flatten"),
+        (Residual(nn.Linear(3, 3)), "without a forward of its own, and this one is a Residual"),
+        (nn.Sequential(Residual(nn.Linear(3, 3)), nn.Linear(3, 3)), "0 .Residual. has parameters"),
         (again(), "0.weight and 2.weight are one"),
     ],
 )

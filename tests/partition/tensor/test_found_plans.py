@@ -252,3 +252,19 @@ def test_models_without_known_layers_are_refused() -> None:
         megatron(nn.LSTM(3, 4), 2)
     with pytest.raises(UsageError, match="ways=8 is more than the 6 heads"):
         megatron(bert(), 8)
+
+
+class Mixed(nn.Sequential):
+    """Two dense layers, and a forward that reads all outputs of the first: shares of them would be too little."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self[0](inputs)
+        return super().forward(inputs) + hidden.sum(1, keepdim=True)
+
+
+def test_a_sequential_with_a_forward_of_its_own_is_not_split() -> None:
+    mixed = Mixed(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4))
+    with pytest.raises(UsageError, match="no layers of this Mixed are known"):
+        megatron(mixed, 2)
+    inside = megatron(nn.Sequential(mixed, nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4)), 2)
+    assert set(inside.layers) == {"1", "3"}

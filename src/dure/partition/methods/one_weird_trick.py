@@ -27,6 +27,7 @@ from torch import nn
 
 from dure.core.parameter import parameter
 from dure.errors import UsageError
+from dure.partition.blocks import is_sequence
 from dure.partition.shared_layers import SharedLayers
 from dure.partition.tensor.linear import CONVOLUTIONS, Column, unchanged
 from dure.partition.tensor.pairs import layers_of, pairs
@@ -51,10 +52,10 @@ class OneWeirdTrick(SharedLayers):
     )
 
     def plan(self, job: Job, module: nn.Module) -> SplitPlan:
-        if not isinstance(module, nn.Sequential) or type(module).forward is not nn.Sequential.forward:
+        if not is_sequence(module):
             raise UsageError(
-                f"one-weird-trick splits an nn.Sequential of convolutions and dense layers, and this model is a "
-                f"{type(module).__name__}. Use tensor:ways={self.ways}, or a plan of your own."
+                f"one-weird-trick splits an nn.Sequential of convolutions and dense layers that has no forward of its "
+                f"own, and this model is a {type(module).__name__}. Use tensor:ways={self.ways}, or a plan of your own."
             )
         children, cut = layers_of(module), _first_dense(module)
         found = dict(pairs("", nn.Sequential(OrderedDict(children[cut:])), self.ways))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from dure.errors import UsageError
 from dure.job.models.local import LocallyConnected2d
+from dure.partition.blocks import is_sequence
 from dure.partition.tensor.pairs import ELEMENTWISE
 
 
@@ -63,10 +64,11 @@ def unit_model(module: nn.Module) -> UnitModel:
 
     Behind the last of them there may be any layers without parameters, and before the first too.
     """
-    if not isinstance(module, nn.Sequential):
+    if not is_sequence(module):
         raise UsageError(
-            f"units of a model can be assigned if it is an nn.Sequential of dense and locally connected layers, and "
-            f"this one is a {type(module).__name__}: write it as one, or split its layers by tensor:ways=2."
+            f"units of a model can be assigned if it is an nn.Sequential of dense and locally connected layers without "
+            f"a forward of its own, and this one is a {type(module).__name__}: write it as one, or split its layers by "
+            "tensor:ways=2."
         )
     found: list[UnitLayer] = []
     behind: list[tuple[str, nn.Module]] = []
@@ -95,7 +97,7 @@ def _in_order(path: str, sequence: nn.Sequential) -> Iterator[tuple[str, nn.Modu
     """The layers of a sequence, and of sequences in it, in the order of the computation; one may come again."""
     for name, layer in sequence._modules.items():
         assert layer is not None
-        if isinstance(layer, nn.Sequential):
+        if is_sequence(layer):
             yield from _in_order(f"{path}{name}.", layer)
         else:
             yield f"{path}{name}", layer

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from dure.errors import UsageError
 from dure.job.models.char_gpt import Block, Embedding, Head, next_loss
+from dure.partition.blocks import is_sequence
 from dure.partition.tensor.embedding import Vocabulary
 from dure.partition.tensor.linear import Column, Row
 from dure.partition.tensor.loss import split_cross_entropy
@@ -46,7 +47,7 @@ def megatron(module: nn.Module, ways: int, loss: Callable[[Any, Any], Tensor] | 
         known = _known(part)
         if known is not None:
             found |= {f"{path}.{name}" if path else name: split for name, split in known(part, ways)}
-        elif isinstance(part, nn.Sequential):
+        elif is_sequence(part):
             found |= {} if path and path.rpartition(".")[0] in sequences else dict(pairs(path, part, ways))
             sequences.add(path)
     if not found:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from dure.partition.blocks import is_sequence
 from dure.partition.tensor.linear import ByChannel, Column, Row, is_splittable
 from dure.partition.tensor.plan import LayerSplit
 
@@ -102,7 +103,7 @@ def _flat(path: str, sequence: nn.Sequential) -> Iterator[tuple[str, nn.Module]]
     """The layers of a sequence, and of sequences in it, in their order."""
     for name, layer in layers_of(sequence):
         place = f"{path}.{name}" if path else name
-        if isinstance(layer, nn.Sequential):
+        if is_sequence(layer):
             yield from _flat(place, layer)
         else:
             yield place, layer

@@ -26,7 +26,13 @@ def line(launch: Launch, ranks: str = "") -> str:
     `ranks` replaces the number of ranks. The rendezvous is static: torchrun's other one, c10d, needs a HOST that is
     the name which that machine has for itself.
     """
-    where = ["--standalone"] if launch.nodes == 1 else ["--nnodes", str(launch.nodes), "--node-rank", "NODE"]
-    meeting = [] if launch.nodes == 1 else ["--master-addr", "HOST", "--master-port", str(PORT)]
-    words = [*where, "--nproc-per-node", ranks or str(launch.ranks), *meeting, *launch.restarts]
-    return shlex.join(["torchrun", *words, "-m", *launch.arguments])
+    start = start_words(launch.nodes, ranks or str(launch.ranks))
+    return shlex.join([*start, *launch.restarts, "-m", *launch.arguments])
+
+
+def start_words(nodes: int, ranks: str) -> list[str]:
+    """The words of the line that start `ranks` processes on each of `nodes` machines, without what they run."""
+    if nodes == 1:
+        return ["torchrun", "--standalone", "--nproc-per-node", ranks]
+    where = ["--nnodes", str(nodes), "--node-rank", "NODE", "--nproc-per-node", ranks]
+    return ["torchrun", *where, "--master-addr", "HOST", "--master-port", str(PORT)]
