@@ -1,0 +1,95 @@
+"""The script of plain data parallelism that a plan prints: it runs, and trains what dure trains under BSP."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from support.runs import virtual
+
+import dure
+from dure.job.job import load_job
+from dure.planner.ddp_script import ddp_script
+
+ROOT = Path(__file__).parents[2]
+
+JOB = """\
+import torch
+from torch import nn
+
+import dure
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.dense = nn.Linear(4, 3)
+
+    def forward(self, x, scale):
+        return self.dense(x) * scale
+
+
+def job():
+    draw = torch.Generator().manual_seed(0)
+    x, scale = torch.randn(64, 4, generator=draw), torch.rand(64, 1, generator=draw)
+    return dure.Job(
+        model=Scaled,
+        loss=nn.functional.cross_entropy,
+        train=dure.Data({"x": x, "scale": scale}, torch.randint(0, 3, (64,), generator=draw)),
+        batch_size=8,
+        steps=6,
+        optimizer=dure.OptimizerSpec("adamw", lr=0.05, betas=(0.8, 0.99), weight_decay=0.1, clip=0.4),
+        groups=lambda name, parameter: {"weight_decay": 0.0} if parameter.dim() < 2 else {},
+        schedule="cosine:steps=6,warmup=2",
+    )
+"""
+
+
+def test_the_script_of_a_plan_trains_as_bsp_does(tmp_path):
+    (tmp_path / "own.py").write_text(JOB)
+    cluster = tmp_path / "fast.yaml"
+    cluster.write_text("machines: [{count: 2, compute: {flops_per_second: 1e8}}]\nlink: {bandwidth: 100 Gbit/s}\n")
+    text = f"{tmp_path / 'own.py'}:job"
+    script = dure.plan(text, on=str(cluster), within=2).ddp_script
+    (tmp_path / "ddp.py").write_text(script)
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "ddp.py"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *launch], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    theirs = torch.load(tmp_path / "model.pt", weights_only=True)
+    flat = torch.cat([each.flatten() for each in theirs.values()])
+    torch.testing.assert_close(flat, virtual(text, "bsp", workers=2, seed=0).params, rtol=1e-5, atol=1e-6)
+    first = torch.cat([each.detach().flatten() for each in load_job(text).build(0).parameters()])
+    assert (flat - first).abs().max() > 0.01
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "written"),
+    [
+        (dure.OptimizerSpec("sgd", lr=0.1), "torch.optim.SGD(model.parameters(), lr=0.1)"),
+        (
+            dure.OptimizerSpec("momentum", lr=0.1, nesterov=True),
+            "torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)",
+        ),
+        (dure.OptimizerSpec("adamw", lr=0.1), "torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.0)"),
+        (dure.OptimizerSpec("adagrad", lr=0.1), "torch.optim.Adagrad(model.parameters(), lr=0.1, eps=1e-08)"),
+    ],
+)
+def test_defaults_that_differ_from_those_of_pytorch_are_written(optimizer, written):
+    job = load_job("digits-mlp").adjusted(optimizer=optimizer)
+    assert written in ddp_script(job, "digits-mlp", None, workers=2, batch=8, line="torchrun ddp.py")
+
+
+def test_an_optimizer_that_pytorch_lacks_has_no_script():
+    job = load_job("digits-mlp").adjusted(optimizer=dure.OptimizerSpec("rmsprop", lr=0.1))
+    assert ddp_script(job, "digits-mlp", None, workers=2, batch=8, line="torchrun ddp.py") is None
+
+
+def test_a_job_without_a_name_to_load_is_left_to_the_user():
+    script = ddp_script(load_job("digits-mlp"), None, None, workers=2, batch=8, line="torchrun ddp.py")
+    assert "job = make_job()  # the dure.Job of this plan" in script
+    assert "load_job" not in script
