@@ -246,7 +246,7 @@ def _own_member(name: str, file: str, member: str) -> tuple[str, str]:
     if lacks or not is_dataclass(kind):
         raise StrategyError(
             f"{name} is no method: a method is a dataclass with `traits` (dure.Traits) and `work`; this lacks "
-            f"{names(lacks) or 'the decorator'}. See docs/add-a-method.md."
+            f"{names(lacks) or 'the decorator'}. help(dure.Traits) describes the traits."
         )
     return "sync", place_of(kind)
 
