@@ -108,7 +108,8 @@ def test_a_sequential_with_a_forward_of_its_own_is_refused():
             return x + super().forward(x)
 
     with pytest.raises(
-        UsageError, match="a Residual, is cut into stages: it is a torch.nn.Sequential with a forward of its own. Write"
+        UsageError,
+        match=r"a Residual, is cut into stages: it is a torch.nn.Sequential with a forward of its own. Write",
     ):
         blocks_of(reading(None), Residual(nn.Linear(4, 4)))
 

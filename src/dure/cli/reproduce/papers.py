@@ -57,7 +57,10 @@ def table(result: dict[str, Any]) -> Table:
     from rich import box
     from rich.table import Table
 
-    caption = "minutes on two virtual cores, where measured. The page docs/papers.md of the source distribution has the papers' values and the differences."
+    caption = (
+        "minutes on two virtual cores, where measured. The page docs/papers.md of the source distribution has the "
+        "papers' values and the differences."
+    )
     shown = Table(box=box.SIMPLE_HEAD, header_style="bold", caption=caption, caption_justify="left")
     for name in ("paper", "part", "command", "minutes", "result"):
         shown.add_column(name, justify="right" if name == "minutes" else "left", overflow="fold")
