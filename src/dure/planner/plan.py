@@ -92,8 +92,8 @@ def planned(
     say("sweeping bandwidths, workers and batches", 0, None)
     swept = sweeps(scene, ordered, Deadline(SWEEP * within))
     commands = {row.strategy: command_of(scene, config, row) for row in found.rows}
-    best = found.rows[0].strategy
-    plain = script_of(commands[best], scene.job, named=job is None) if best == PLAIN else None
+    winner = found.rows[0].strategy
+    script = script_of(commands[winner], scene.job, named=job is None) if winner == PLAIN else None
     return Ranking(
         scene=scene,
         on=config.on or "this machine",
@@ -105,8 +105,8 @@ def planned(
         curves=curves,
         commands=commands,
         target=target,
-        spans=timed(scene, best, trace=True).spans,
-        ddp_script=plain,
+        spans=timed(scene, winner, trace=True).spans,
+        ddp_script=script,
     )
 
 
