@@ -8,9 +8,9 @@ has coders of its own, whose residuals stay with its parameters. Each rank saves
 
     torch.save({"model": net.state_dict(), "hook": hook.state_dict()}, f"rank {rank}.pt")
 
-A hook can be made before the ranks are there, as Lightning's `DDPStrategy(ddp_comm_hook=...)` needs it. It has process
-groups of its own, since DDP and other hooks use theirs at the same moments. If `torch.distributed` was not yet
-initialized, the first bucket makes them.
+A hook can be made before the ranks are there, as a callback of Lightning needs it. It has process groups of its own,
+since DDP and other hooks use theirs at the same moments. If `torch.distributed` was not yet initialized, the first
+bucket makes them.
 
 On a device, the codec encodes there, and messages travel by the backend of the group for that device.
 
@@ -20,21 +20,31 @@ skips the step on all of them. No residual takes it up. Residuals are in the uni
 DDP reads a hook's annotations, so here they are objects and not text.
 """
 
+import logging
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from dure.codec.base import Codec
+from dure.codec.fp32 import Float32
 from dure.errors import CheckpointError, UsageError
 from dure.run.strategy import check_joins, make, member_text
 from dure.user_loop.bucket_exchange import Gather, Groups, Span, Stripes
 from dure.user_loop.bucket_thread import BucketThread
+from dure.user_loop.lifetime import raised
 
+log = logging.getLogger("dure")
+
+_WIDE = (torch.float32, torch.float64)
 _NARROW = (torch.float16, torch.bfloat16)
-"""Types of buckets that are exchanged as float32: NumPy does not know all of them, and their sums round."""
+"""Types that codecs get as float32: NumPy does not know all of them, and their sums round."""
+_DTYPES = (*_WIDE, *_NARROW, torch.complex64, torch.complex128)
+"""Types of buckets; those of complex numbers are exchanged as twice as many real ones."""
 
 
 def hook(codec: Codec | str, group: dist.ProcessGroup | None = None) -> "Hook":
@@ -80,7 +90,8 @@ class Hook:
     """Gives every rank the mean, or the vote, of all ranks' gradients.
 
     Buckets are exchanged one after another, on a thread of their own, while the next gradients are computed.
-    `bytes_sent` counts the messages that this rank has sent to others, those of the first step apart.
+    `bytes_sent` counts the messages that this rank has sent to others, those of the first step apart. A warning is
+    logged where the process ends, or the object is dropped, and DDP has not called it before a step of an optimizer.
     """
 
     def __init__(self, codec: Codec, group: dist.ProcessGroup | None = None) -> None:
@@ -93,8 +104,10 @@ class Hook:
         self._exchanges: dict[int, Stripes | Gather] = {}
         self._saved: dict[int, Mapping[str, Any]] = {}
         self._first_step = True
+        self._whole = isinstance(codec, Float32)
         self._thread = BucketThread()
         self.__qualname__ = self.__name__ = type(self).__name__  # DDP's log asks for them
+        self._reminder = _Reminder(self, member_text("codec", codec), group)
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -107,11 +120,18 @@ class Hook:
         return self._groups
 
     def __call__(self, _: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Start the exchange of a bucket. DDP calls this for each."""
+        """Start the exchange of a bucket. DDP calls this for each.
+
+        Raises `UsageError` for gradients of a type that is not exchanged, before they are sent.
+        """
+        self._reminder.close()
+        _check_dtype(bucket)
         groups = self._made()  # on DDP's thread: on the hook's, the order of groups could differ between ranks
         if self._first_step:
             self._first_step = not bucket.is_last()
             return self._thread.start(self._mean, bucket.buffer())
+        if self._whole or bucket.buffer().layout != torch.strided:
+            return self._thread.start(self._counted_mean, bucket.buffer())
         number = bucket.index()
         if number not in self._exchanges:
             kind = Gather if self.codec.exchange == "all_gather" else Stripes
@@ -167,22 +187,82 @@ class Hook:
         exchange.restore(saved["tensors"])
 
     def _mean(self, values: torch.Tensor) -> None:
+        """The same operations as DDP's own, so that results are equal bit for bit."""
+        values.mul_(1 / dist.get_world_size(self.group))
         dist.all_reduce(values, group=self.group)
-        values.div_(dist.get_world_size(self.group))
+
+    def _counted_mean(self, values: torch.Tensor) -> None:
+        size = dist.get_world_size(self.group)
+        if values.layout == torch.strided:
+            self.bytes_sent += 2 * (size - 1) * values.nbytes // size  # as in a ring
+        else:
+            self.bytes_sent += (size - 1) * (values._indices().nbytes + values._values().nbytes)
+        self._mean(values)
 
     def _encoded(self, exchange: Stripes | Gather) -> Callable[[torch.Tensor], None]:
         def work(values: torch.Tensor) -> None:
-            wide = values.float() if values.dtype in _NARROW else values
+            real = torch.view_as_real(values).view(-1) if values.is_complex() else values
+            wide = real if real.dtype in _WIDE else real.float()
             self.bytes_sent += exchange.run(wide)
-            if wide is not values:
-                values.copy_(wide)
+            if wide is not real:
+                real.copy_(wide)
 
         return work
 
 
+class _Reminder:
+    """Logs a warning at the end of `owner` if DDP has never called it, and an optimizer of several ranks has stepped.
+
+    A process that takes no step, such as one that evaluates, or that an exception ends, logs no warning.
+    """
+
+    def __init__(self, owner: Hook, codec: str, group: dist.ProcessGroup | None) -> None:
+        self._codec = codec
+        self._group = group
+        self._stepped = False
+        self._steps = register_optimizer_step_post_hook(self._note)
+        self._end = weakref.finalize(owner, self._warn)
+
+    def close(self) -> None:
+        """Log no warning: the hook has been called."""
+        if self._end.detach():
+            self._steps.remove()
+
+    def _note(self, *_: object) -> None:
+        self._stepped = self._stepped or (dist.is_initialized() and dist.get_world_size(self._group) > 1)
+
+    def _warn(self) -> None:
+        self._steps.remove()
+        if self._stepped and not raised():
+            log.warning(
+                'dure.hook("%s") was never called, so the gradients were exchanged without its codec. Register it: '
+                "model.register_comm_hook(None, hook), with the model that DistributedDataParallel made. On CPUs "
+                "Lightning ignores DDPStrategy(ddp_comm_hook=...): write a callback whose on_fit_start calls "
+                "trainer.strategy.model.register_comm_hook(None, hook).",
+                self._codec,
+            )
+
+
+def _check_dtype(bucket: GradBucket) -> None:
+    """Raises `UsageError` for gradients of a type that is not exchanged."""
+    dtype = bucket.buffer().dtype
+    if dtype not in _DTYPES:
+        shapes = ", ".join(str(tuple(parameter.shape)) for parameter in bucket.parameters())
+        known = ", ".join(str(each).removeprefix("torch.") for each in _DTYPES)
+        raise UsageError(
+            f"the gradients of the parameters of shape {shapes} are {dtype}; dure.hook exchanges {known}. Keep these "
+            f"parameters in one of those types, and convert them to {dtype} in forward()."
+        )
+
+
 def _spans(bucket: GradBucket) -> list[Span]:
+    """The places of a bucket's parameters among its real numbers: a complex one counts as two, side by side."""
     spans, start = [], 0
     for parameter in bucket.parameters():
-        spans.append(Span(start, start + parameter.numel(), tuple(parameter.shape)))
-        start += parameter.numel()
+        shape = tuple(parameter.shape)
+        if parameter.is_complex():
+            shape = (*shape[:-1], 2 * shape[-1]) if shape else (2,)
+        stop = start + parameter.numel() * (1 + parameter.is_complex())
+        spans.append(Span(start, stop, shape))
+        start = stop
     return spans

@@ -132,9 +132,14 @@ def _reason(rendezvous: Rendezvous) -> str | None:
     return None
 
 
+def raised() -> bool:
+    """Whether an uncaught exception ends the interpreter: its traceback says enough, and no warning is needed."""
+    return getattr(sys, "last_value", None) is not None
+
+
 def _warn_of_no_close(rank: int) -> None:
-    """Log that close() is missing, unless an uncaught exception ends the interpreter: its traceback says enough."""
-    if getattr(sys, "last_value", None) is None:
+    """Log that close() is missing, unless an uncaught exception ends the interpreter."""
+    if not raised():
         log.warning(
             "rank %d ended its training without replica.close(): the ranks' models may differ, and what the method "
             "delivers was not loaded. Write `with dure.attach(...) as replica:`, or call replica.close() at the end.",
