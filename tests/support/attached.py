@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import dure
@@ -25,6 +25,7 @@ WORLD = int(os.environ.get("WORLD_SIZE", 1))
 REMEDIED = "downpour+dc-asgd+staleness-lr+momentum-compensation:target=0.5"
 RING = "bsp collective:algorithm=ring"
 WHOLE = ("bsp", "bsp ps:shards=2,split=layer", "averaging:period=1", RING)
+ADVERSARIAL = ("bsp", RING)
 PINNED = ("bsp", RING, "ssp ps:shards=2")
 LEARNING = ("ssp:bound=2", "averaging:period=4", REMEDIED)
 SKIPPING = ("bsp",)
@@ -102,6 +103,58 @@ def case_groups():
         return groups(module, momentum=0.9, nesterov=True)
 
     return {strategy: train(strategy, make=make, schedule=halving) for strategy in ("bsp", "bsp ps")}
+
+
+def adversaries():
+    """A generator and a discriminator of the digits' 64 pixels."""
+    torch.manual_seed(0)
+    return (
+        nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 64)),
+        nn.Sequential(nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 1)),
+    )
+
+
+def verdict(discriminator, inputs, wanted):
+    said = discriminator(inputs)
+    return binary_cross_entropy_with_logits(said, torch.full_like(said, wanted))
+
+
+def compete(models, steps, own_loss=contextlib.nullcontext, size=32, zeroing=True):
+    """The loop of PyTorch's DCGAN example. `own_loss()` is around the first of the discriminator's two backwards."""
+    (generator, step_generator), (discriminator, step_discriminator) = models
+    noise = torch.Generator().manual_seed(0)
+    for real, _ in batches(steps, size):
+        z = torch.randn(size, 4, generator=noise)
+        real, z = real.chunk(WORLD)[RANK], z.chunk(WORLD)[RANK]
+        if zeroing:
+            discriminator.zero_grad()
+        with own_loss():
+            verdict(discriminator, real, 1.0).backward()
+        fake = generator(z)
+        verdict(discriminator, fake.detach(), 0.0).backward()
+        step_discriminator()
+        generator.zero_grad()
+        verdict(discriminator, fake, 1.0).backward()
+        step_generator()
+    return [flat(generator), flat(discriminator)]
+
+
+def two_attached(strategy, steps=6, **more):
+    generator, discriminator = adversaries()
+    with (
+        attach(generator, torch.optim.Adam(generator.parameters(), lr=0.01), strategy) as first,
+        attach(discriminator, torch.optim.Adam(discriminator.parameters(), lr=0.01), strategy) as second,
+    ):
+        models = (generator, first.step), (discriminator, second.step)
+        return compete(models, steps, second.accumulate, **more)
+
+
+def case_adversaries():
+    return {strategy: two_attached(strategy) for strategy in ADVERSARIAL}
+
+
+def case_adversaries_without_zero_grad():
+    return error_of(lambda: two_attached("bsp", zeroing=False))
 
 
 def case_learns():

@@ -2,6 +2,8 @@
 
 import copy
 import functools
+import inspect
+import itertools
 import json
 import math
 import os
@@ -16,6 +18,7 @@ import torch
 from support import attached
 from support.soak import soaked
 from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
 
 import dure
 from dure.errors import Quarantined, ReplicaError, StrategyError, UsageError
@@ -116,6 +119,25 @@ def test_two_ranks_are_one_with_the_whole_batch(ranks, strategy):
     for rank in ranks:
         assert close(rank["means"][strategy], plain())
     assert ranks[0]["means"][strategy] == ranks[1]["means"][strategy]
+
+
+def plainly_adversarial(steps=6):
+    models = attached.adversaries()
+    optimizers = [torch.optim.Adam(each.parameters(), lr=0.01) for each in models]
+    return attached.compete([(each, optimizer.step) for each, optimizer in zip(models, optimizers, strict=True)], steps)
+
+
+@pytest.mark.parametrize("strategy", attached.ADVERSARIAL)
+def test_two_attached_models_whose_losses_pass_through_each_other_are_one_process(ranks, strategy):
+    """The generator's backward leaves a gradient in the discriminator, in the last step too: it is in no step."""
+    for rank in ranks:
+        for found, wanted in zip(rank["adversaries"][strategy], plainly_adversarial(), strict=True):
+            assert close(found, wanted)
+
+
+@pytest.mark.parametrize("strategy", ["bsp", "averaging:period=1"])
+def test_two_attached_models_alone_are_plain_pytorch_bit_for_bit(strategy):
+    assert attached.two_attached(strategy) == plainly_adversarial()
 
 
 @pytest.mark.parametrize("strategy", ["bsp", "bsp ps"])
@@ -238,6 +260,7 @@ def test_a_server_that_is_gone_is_an_error_and_a_worker_is_not(ranks):
         ("different_constants", "'constants': 4"),
         ("different_models", "rank 0 has {'parameters': 1210"),
         ("backward_twice", "with replica.accumulate():"),
+        ("adversaries_without_zero_grad", "Sequential (model 2, attached at attached.py:"),
         ("one_evaluates", "1 of 2 ranks entered replica.evaluation()"),
         ("one_leaves_out", "1 of 2 ranks left out a step whose gradient had been exchanged"),
         ("one_leaves_out_its_last", "1 of 2 ranks left out a step whose gradient had been exchanged"),
@@ -453,13 +476,42 @@ def loop(replica, module, steps=9):
         replica.step()
 
 
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.RMSprop])
-def test_alone_is_plain_pytorch_bit_for_bit(kind):
-    module = attached.model()
-    with attached.attach(module, kind(module.parameters(), lr=0.01), "bsp") as replica:
-        loop(replica, module)
-    assert (replica.rank, replica.world_size, replica.clock) == (0, 1, 9)
-    assert attached.flat(module) == plain(lambda module: kind(module.parameters(), lr=0.01))
+OPTIMIZERS = [
+    (kind, flag)
+    for kind in vars(torch.optim).values()
+    if inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
+    for flag in (None, "foreach", "fused", "capturable", "differentiable")
+    if flag is None or flag in inspect.signature(kind).parameters
+]
+UNABLE = {"LBFGS": "LBFGS computes the loss itself", "SparseAdam": r"SparseAdam needs sparse gradients.*Take Adam"}
+"""Optimizers that are refused, and flags with which any is."""
+UNABLE |= {flag: rf"parameter group 0 of \w+ has {flag}=True" for flag in ("differentiable", "capturable")}
+
+
+def matrices():
+    """A model without vectors, which Muon does not take."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 16, bias=False), nn.Tanh(), nn.Linear(16, 10, bias=False))
+
+
+@pytest.mark.parametrize(("kind", "flag"), OPTIMIZERS, ids=lambda each: getattr(each, "__name__", str(each)))
+def test_each_optimizer_trains_as_in_plain_pytorch_or_is_refused_by_name(kind, flag):
+    module, alone = matrices(), matrices()
+    flags = {} if flag is None else {flag: True}
+    optimizer, plainly = (kind(each.parameters(), **flags) for each in (module, alone))
+    reason = UNABLE.get(kind.__name__) or UNABLE.get(flag)
+    if reason is not None:
+        with pytest.raises(UsageError, match=reason):
+            attached.attach(module, optimizer, "bsp")
+        return
+    with attached.attach(module, optimizer, "bsp") as replica:
+        loop(replica, module, steps=3)
+    for batch in attached.batches(3):
+        plainly.zero_grad()
+        attached.loss_of(alone, batch).backward()
+        plainly.step()
+    assert (replica.rank, replica.world_size, replica.clock) == (0, 1, 3)
+    assert attached.flat(module) == attached.flat(alone)
 
 
 def test_alone_over_servers_equals_alone():
@@ -909,6 +961,63 @@ def test_samplers_share_a_data_set_out():
     assert [len(share_of(data, rank, 3, split="whole")) for rank in range(3)] == [len(data)] * 3
     uneven = share_of(data, 0, 3, split="dirichlet:alpha=0.1")
     assert len(uneven) == len(set(uneven))
+
+
+class InOrder(IterableDataset):
+    def __iter__(self):
+        return iter(range(9))
+
+
+class Mislabelled(list):
+    targets = (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("data", "split", "words"),
+    [
+        (
+            InOrder(),
+            "iid",
+            r"InOrder has none: .* islice\(samples, 1, None, 3\), which is islice\(samples, replica\.rank",
+        ),
+        ((i for i in range(9)), "iid", "generator has none: it needs __len__ and __getitem__"),
+        (range(9).__iter__(), "iid", "range_iterator has none"),
+        (7, "whole", "int has none"),
+        (
+            DataLoader(range(9)),
+            "iid",
+            r"a DataLoader gives batches\. Write sampler = replica\.sampler\(loader\.dataset",
+        ),
+        ([], "whole", "the data set is empty"),
+        ([1, 2], "iid", "2 samples cannot go to 3 workers without overlap"),
+        (
+            Mislabelled(range(9)),
+            "dirichlet:alpha=1",
+            r"2 were found for 9 samples\. Write replica\.sampler\(dataset, targets",
+        ),
+        (range(9), "dirichlet:alpha=1", "dirichlet splits by label"),
+    ],
+)
+def test_what_a_sampler_cannot_index_is_refused_with_what_to_write(data, split, words):
+    from dure.user_loop.sampler import share_of
+
+    with pytest.raises(UsageError, match=words):
+        share_of(data, 1, 3, split=split)
+
+
+def test_a_stream_that_each_rank_slices_has_each_sample_once():
+    """What the error of `share_of` advises."""
+    parts = [list(itertools.islice(InOrder(), rank, None, 3)) for rank in range(3)]
+    assert sorted(itertools.chain(*parts)) == list(range(9))
+
+
+def test_labels_count_only_where_they_decide():
+    from dure.user_loop.sampler import share_of
+
+    data = Mislabelled(range(9))
+    data.targets = ["cat"]  # of no tensor, and of another length
+    parts = [list(share_of(data, rank, 2)) for rank in range(2)]
+    assert sorted(itertools.chain(*parts)) == list(range(9))
 
 
 def test_places():

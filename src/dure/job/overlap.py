@@ -63,7 +63,7 @@ class Overlap:
         own = [index for index in range(len(replica.layers)) if index not in without]
         self._slice_of = {index: self._find(replica.layers[index].start) for index in own}
         self._launch: Launch | None = None
-        self._begin: Callable[[], None] | None = None
+        self._begin: Callable[[int], None] | None = None
         self._missing: list[set[int]] = []
         self._writers: list[list[torch.Stream]] = []
         self._next = 0
@@ -73,8 +73,11 @@ class Overlap:
             for index in own
         ]
 
-    def arm(self, launch: Launch, begin: Callable[[], None] | None = None) -> None:
-        """Pass each slice that the next backward completes to `launch`; call `begin` before the first."""
+    def arm(self, launch: Launch, begin: Callable[[int], None] | None = None) -> None:
+        """Pass each slice that the next backward completes to `launch`.
+
+        Before the first, `begin` is called with the index of the parameter that is complete. It may arm anew.
+        """
         self._launch = launch
         self._begin = begin
         self._missing = [set() for _ in self.slices]
@@ -118,7 +121,7 @@ class Overlap:
             return
         if self._begin is not None:
             begin, self._begin = self._begin, None
-            begin()
+            begin(index)
         self.replica.bring_home(index)
         number = self._slice_of[index]
         if self.replica.device.type != "cpu":

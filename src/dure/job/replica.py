@@ -150,6 +150,17 @@ class Replica:
         """Zero `grads` in place; the module's gradients stay views of it."""
         self.grads.zero_()
 
+    def is_emptied(self, but: int | None = None) -> bool:
+        """Whether no gradient is left, as after the `zero_grad()` of a module or an optimizer.
+
+        A backward may have written to the gradient of parameter `but`. That gradient counts where there is no other:
+        it is in other memory if a `zero_grad()` has set it to None.
+        """
+        rest = [slot.parameter.grad for index, slot in enumerate(self._slots) if index != but]
+        if not rest:
+            return self._slots[0].parameter.grad is not self._slots[0].gradient
+        return not any(gradient is not None and bool(gradient.any()) for gradient in rest)
+
     # ---- calls that detach views
 
     def check(self) -> None:

@@ -11,6 +11,7 @@ It runs alone, or at every rank that `torchrun` starts.
 from __future__ import annotations
 
 import hashlib
+import traceback
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -89,6 +90,7 @@ def attach(
     _check_values(model)
     replica = Replica(model)
     rendezvous = Rendezvous(place() or RankEnvironment(), "attach")
+    caller = traceback.extract_stack(limit=2)[0]
     with ExitStack() as undo:
         undo.push(partial(_tell_if_failed, rendezvous))
         mine = UserOptimizer(optimizer, replica)
@@ -101,7 +103,8 @@ def attach(
         monitor = RankMonitor(rendezvous, frozen_after)
         undo.callback(monitor.close)
         node.loop.check = monitor.check
-        worker = _worker(node, replica, mine, sizes)
+        name = f"{type(model).__name__} (model {mine.number}, attached at {Path(caller.filename).name}:{caller.lineno})"
+        worker = _worker(node, replica, mine, sizes, name)
         ties: LoopCollectives | LoopServers
         if topology_of(strategy.topology).clocked:
             ties = LoopServers(node, rendezvous, replica, strategy, mine, credentials)
@@ -183,7 +186,7 @@ def _introduce(rendezvous: Rendezvous, strategy: Strategy, replica: Replica, bat
     return ranks[0]["run"], [theirs["batch_size"] for theirs in ranks]
 
 
-def _worker(node: ProcessNode, replica: Replica, optimizer: UserOptimizer, sizes: Sequence[int]) -> Worker:
+def _worker(node: ProcessNode, replica: Replica, optimizer: UserOptimizer, sizes: Sequence[int], name: str) -> Worker:
     buffers = replica.buffers_flat()
 
     def merge(snapshots: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -196,7 +199,7 @@ def _worker(node: ProcessNode, replica: Replica, optimizer: UserOptimizer, sizes
         world_size=len(sizes),
         params=replica.params,
         optimizer=optimizer,
-        source=LoopSource(node, replica, sizes[node.rank]),
+        source=LoopSource(node, replica, sizes[node.rank], name),
         meter=node.meter,
         boundary=Boundary(None),
         total_weight=float(sum(sizes)),

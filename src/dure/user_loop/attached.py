@@ -16,6 +16,7 @@ import torch
 from dure.core.node import EndOfWork
 from dure.errors import DureError, UsageError
 from dure.run.strategy import member_text
+from dure.user_loop.exchange import REMEDY
 from dure.user_loop.gradient_check import GradientCheck
 from dure.user_loop.lifetime import Lifetime
 from dure.user_loop.sampler import EpochSampler, share_of
@@ -161,10 +162,12 @@ class Attached:
         """Have each backward() inside add to the gradient of the next step, as PyTorch does, without an exchange."""
         self._may("accumulate")
         if self._source.is_exchanged:
-            raise UsageError(
-                "accumulate() comes before the last backward of a step, and this step's gradient has been exchanged. "
-                "Call replica.step() first."
-            )
+            if not self._replica.is_emptied():
+                raise UsageError(
+                    "accumulate() comes before the last backward of a step, and the gradient of "
+                    f"{self._source.name} has been exchanged. Call replica.step() first. {REMEDY}"
+                )
+            self._source.discard()
         self._lifetime.inside = "accumulate"
         self._source.hold()
         try:
@@ -207,8 +210,8 @@ class Attached:
             return
         if self._may("close"):
             with self._lifetime.guarded():
-                while self._ties.intend("end"):
-                    self._advance(skipping=False)  # a gradient that has been exchanged, and was not stepped with
+                self._source.discard()
+                self._ties.intend("end")
                 self._finish()
         self._lifetime.closed = True
         self._optimizer.close()

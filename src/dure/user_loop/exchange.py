@@ -7,6 +7,9 @@
         end of backward                   wait for all: grads hold the mean, so clipping clips the mean
     user's replica.step()                 the method goes on with it
 
+The loss of another model that passes through this one leaves a gradient here too. It is exchanged, and belongs to no
+step. `zero_grad()` discards it: then the next backward is exchanged in its place (`discard`).
+
 Without a backward (a skipped step, the end) the same operations are started by `complete`, so that every rank always
 takes part in the same ones in the same order.
 """
@@ -33,8 +36,17 @@ Failed = Callable[[BaseException], BaseException]
 """Is told of an error, and gives the one to raise in its place."""
 
 
+REMEDY = (
+    "If both gradients belong to the step, write `with replica.accumulate():` around all but the last backward. If the "
+    "first is of another model's loss, which passes through this model, call zero_grad() of this model before the "
+    "backward of its own loss, or compute the other alone: loss.backward(inputs=list(other.parameters())). Where a "
+    "gradient scaler skipped the step, write replica.step(scaler) in place of scaler.step(optimizer)."
+)
+"""What to write in place of a second backward of a model whose gradient has been exchanged."""
+
+
 class Exchange:
-    """Turns the gradient in `replica.grads` into the mean over `group`, in which this rank weighs `share`.
+    """Turns the gradient of the model `name` in `replica.grads` into the mean over `group`; this rank weighs `share`.
 
     `failed` is told of an error in the middle of the user's backward, and says what to raise. Set `examines` to have
     every rank look whether its own gradient is finite before it is summed (`faulty_ranks`).
@@ -47,7 +59,9 @@ class Exchange:
         replica: Replica,
         share: float,
         failed: Failed,
+        name: str,
     ) -> None:
+        self.name = name
         self._node = node
         self._group = group
         self._replica = replica
@@ -72,6 +86,11 @@ class Exchange:
         self._said = None
         self._faulty = False
         self._overlap.arm(self._launch, self._begin)
+
+    def discard(self) -> None:
+        """Exchange the next backward in place of the last, with whose mean this rank does not step."""
+        self.left_out = not self.skipped
+        self.arm()
 
     def disarm(self) -> None:
         """Let gradients gather in `grads`, as hooks that do nothing would."""
@@ -99,7 +118,7 @@ class Exchange:
         self._overlap.close()
         self._said = None
 
-    def _begin(self) -> None:
+    def _begin(self, _: int) -> None:
         self._say("step")
         torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
 
@@ -121,7 +140,19 @@ class Exchange:
             if told is error:
                 raise
             raise told from error
-        self._overlap.arm(_never, _refuse)
+        if self.going:
+            self._overlap.arm(_never, self._backward_again)
+
+    def _backward_again(self, index: int) -> None:
+        """Begin the exchange of a backward whose parameter `index` is complete; the last one has been exchanged."""
+        if not self._replica.is_emptied(but=index):
+            raise UsageError(
+                f"backward() ran twice before replica.step() of {self.name}, and its first gradient has been "
+                f"exchanged already. {REMEDY}"
+            )
+        self.discard()
+        self._overlap.arm(self._launch)
+        self._begin(index)
 
     def _wait(self) -> None:
         assert self._said is not None
@@ -138,11 +169,3 @@ async def _all(operations: Sequence[Operation[Any]]) -> None:
 
 def _never(_: torch.Tensor) -> None:
     raise AssertionError
-
-
-def _refuse() -> None:
-    raise UsageError(
-        "backward() ran twice before replica.step(), and its first gradient has been exchanged already. Write "
-        "`with replica.accumulate():` around all but the last backward of a step. Where a gradient scaler skipped the "
-        "step, write replica.step(scaler) in place of scaler.step(optimizer)."
-    )

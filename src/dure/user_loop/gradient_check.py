@@ -60,9 +60,11 @@ class GradientCheck:
                 ranks = self._node.loop.run_until(asking)
             whose = ", ".join(f"rank {each}" for each in ranks) or "a rank"
             raise Quarantined(
-                f"the gradients of {whose} hold NaN or infinity in {self._refused} steps in a row, the last of them "
-                f"step {clock}. Try a lower learning rate, and look at the data of these steps."
+                f"the gradients of {source.name} at {whose} hold NaN or infinity in {self._refused} steps in a row, "
+                f"the last of them step {clock}. Try a lower learning rate, and look at the data of these steps."
             )
         if refused:
-            log.warning("the gradient of step %d at rank %d holds NaN or infinity: skipped.", clock, rank)
+            log.warning(
+                "the gradient of step %d of %s at rank %d holds NaN or infinity: skipped.", clock, source.name, rank
+            )
         return refused

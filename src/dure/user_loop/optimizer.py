@@ -63,7 +63,7 @@ class UserOptimizer:
     """A `LocalOptimizer`: the step that the user's optimizer takes on the replica's module.
 
     Only `apply` may make it step: a call of `optimizer.step()` from outside would move one replica and no other, and
-    is refused.
+    is refused. `number` tells it from the others that are attached now.
     """
 
     spec = OptimizerSpec()
@@ -76,6 +76,7 @@ class UserOptimizer:
         self._replica = replica
         self._mine = False
         self._hooks = [optimizer.register_step_pre_hook(self._guard)]
+        self.number: int = 1 + max((other.number for other in _ATTACHED), default=0)
         _ATTACHED.add(self)
 
     def apply(
@@ -256,13 +257,35 @@ def _refuse_state(optimizer: torch.optim.Optimizer, loaded: Mapping[str, Any]) -
 
 
 def check_step(optimizer: torch.optim.Optimizer) -> None:
-    """Raises `UsageError` for an optimizer that computes losses itself."""
+    """Raises `UsageError` for an optimizer that cannot step once with the dense gradient of a step."""
+    kind = type(optimizer).__name__
     closure = signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         raise UsageError(
-            f"{type(optimizer).__name__} computes the loss itself, by the closure that its step() needs, as often as "
+            f"{kind} computes the loss itself, by the closure that its step() needs, as often as "
             "it likes; an attached model has one gradient for each step. Take one that steps without a closure, or "
             'for L-BFGS dure.train(job, sync="lbfgs").'
+        )
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise UsageError(
+            f"{kind} needs sparse gradients, and the gradients of an attached model are parts of one dense tensor. "
+            "Take Adam; a layer with sparse=True may stay."
+        )
+    for number, group in enumerate(optimizer.param_groups):
+        _check_flags(kind, number, group)
+
+
+def _check_flags(kind: str, number: int, group: Mapping[str, Any]) -> None:
+    """Raises `UsageError` for flags of a parameter group with which no step of a trainable parameter succeeds."""
+    if group.get("differentiable"):
+        raise UsageError(
+            f"parameter group {number} of {kind} has differentiable=True, which PyTorch cannot step with: trained "
+            "parameters are leaves that require a gradient. Leave it out."
+        )
+    if group.get("capturable") and any(parameter.device.type == "cpu" for parameter in group["params"]):
+        raise UsageError(
+            f"parameter group {number} of {kind} has capturable=True and a parameter on the CPU: that flag is for "
+            "graphs of an accelerator. Leave it out, or move the model to the accelerator first."
         )
 
 

@@ -77,7 +77,7 @@ class LoopCollectives:
             if constant.numel():
                 copy_bytes(constant, await engine.group.broadcast(as_bytes(constant).to(replica.device), 0))
         share = worker.share
-        source.exchange = Exchange(self._node, engine.group, replica, share, failed)
+        source.exchange = Exchange(self._node, engine.group, replica, share, failed, source.name)
 
     def processes(self) -> Mapping[str, int]:
         """None: there are no servers."""

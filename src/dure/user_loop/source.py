@@ -20,13 +20,15 @@ if TYPE_CHECKING:
 class LoopSource:
     """A `GradientSource`: the method's request is pending until the user's next `step()`.
 
-    `batch_size` is this rank's weight. `exchange` makes the group's mean of a gradient, None in a world of one.
+    `batch_size` is this rank's weight, and `name` is the model's in errors and warnings. `exchange` makes the group's
+    mean of a gradient, None in a world of one.
     """
 
     can_stop = False
     whole = True
 
-    def __init__(self, node: ProcessNode, replica: Replica, batch_size: int) -> None:
+    def __init__(self, node: ProcessNode, replica: Replica, batch_size: int, name: str) -> None:
+        self.name = name
         self.batch_size = batch_size
         self.exchange: Exchange | None = None
         self.wants_mean = False
@@ -62,6 +64,11 @@ class LoopSource:
             assert self.exchange is not None
             self.exchange.left_out = True
 
+    def discard(self) -> None:
+        """Do not step with the mean that was exchanged last: the next one takes its place."""
+        if self.exchange is not None and self.wants_mean and self.exchange.going:
+            self.exchange.discard()
+
     def hold(self) -> None:
         """Let the gradients of more than one backward gather."""
         if self.exchange is not None:
@@ -69,7 +76,7 @@ class LoopSource:
 
     def release(self) -> None:
         """The next backward is the last of its step."""
-        if self.exchange is not None and self.wants_mean:
+        if self.exchange is not None and self.wants_mean and self.exchange.going is not False:
             self.exchange.arm()
 
     def gradient(self, requester: Requester) -> Operation[Gradient]:
