@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from dure.core.parameter import parameter
 from dure.partition.action import Action
@@ -47,6 +47,9 @@ class Pipeline:
 
     def check_optimizer(self, optimizer: OptimizerSpec) -> None:
         """Raise `StrategyError` if the method does not work with the `optimizer` of the workers."""
+
+    def check_layout(self, layout: Any) -> None:
+        """Raise `UsageError` if the method does not work with the borders, or the targets, of a `StageLayout`."""
 
     def batch_size(self, asked: int) -> int:
         """The samples of a mini-batch in a run that asks for mini-batches of so many."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dure.core.state import State, under_prefix, with_prefix
 from dure.errors import UsageError
-from dure.job.data.structure import tensors
+from dure.job.data.structure import described, tensors
 from dure.partition.blocks import first_samples
 from dure.partition.gradient_model import GradientModel
 from dure.partition.stage_module import seed_of
@@ -66,7 +66,7 @@ class Synthesizer:
 
     def predict(self, outputs: Sequence[Tensor], targets: Batch | None) -> list[Tensor]:
         """The predicted gradients of the outputs of a mini-batch. `targets` are for a synthesizer with labels."""
-        parts = [each.flatten(1) for each in outputs]
+        parts = [_rows_of(each) for each in outputs]
         if self.labels is not None:
             parts.append(self.labels.encoded(targets, parts[0]))
         features = torch.cat(parts, dim=1)
@@ -76,32 +76,35 @@ class Synthesizer:
 
     def learn(self, gradients: Sequence[Tensor]) -> None:
         """Make a step towards the gradients of the oldest mini-batch that `predict` has seen and `learn` has not."""
-        self._model.learn(self._waiting.popleft(), torch.cat([each.flatten(1) for each in gradients], dim=1))
+        self._model.learn(self._waiting.popleft(), torch.cat([_rows_of(each) for each in gradients], dim=1))
         self._keep()
 
 
 class Labels:
-    """Encodes a job's targets as features: numbers as they are, and classes as one-hot vectors.
+    """Encodes a job's targets as features: floats and flags as they are, and classes as one-hot vectors.
 
     Raises `UsageError` for targets that are not one tensor, or whose classes are not columns of the model's outputs.
     """
 
     def __init__(self, layout: StageLayout) -> None:
-        job = layout.job
-        found = tensors(first_samples(job, 1, torch.device("cpu"))[1])
+        targets = first_samples(layout.job, 1, torch.device("cpu"))[1]
+        found, outputs = tensors(targets), layout.outputs
         if len(found) != 1:
             raise UsageError(
-                f"dni:labels=true needs one tensor of targets, and {job.name} has {len(found)}: write labels=false"
+                f"dni:labels=true needs one tensor of targets, and a sample of the job has {described(targets)}: write "
+                "dni:labels=false"
             )
         self.width = found[0][0].numel()
-        self._classes = not found[0].is_floating_point()
+        has_scores = outputs.single and len(outputs.tensors[0].shape) == 2 and found[0].dim() == 1
+        self._classes = has_scores and not found[0].is_floating_point()
         if self._classes:
-            outputs = layout.outputs
-            if not outputs.single or len(outputs.tensors[0].shape) != 2 or found[0].dim() != 1:
-                raise UsageError(
-                    "dni:labels=true needs classes whose scores are the columns of the outputs: write labels=false"
-                )
             self.width = outputs.tensors[0].shape[1]
+        elif not found[0].is_floating_point() and found[0].dtype != torch.bool:
+            raise UsageError(
+                "dni:labels=true needs classes whose scores are the columns of the outputs, and a sample of the job "
+                f"has targets {described(targets)}, with outputs {[each.shape for each in outputs.tensors]} of a "
+                "batch: write dni:labels=false, or give targets that are numbers as floats"
+            )
 
     def encoded(self, targets: Batch | None, like: Tensor) -> Tensor:
         """The features of the targets of a mini-batch, in the dtype of `like`. A target that is no class gets zeros."""
@@ -109,20 +112,37 @@ class Labels:
         (found,) = tensors(targets)
         if self._classes:
             found = found.unsqueeze(1) == torch.arange(self.width, device=found.device)
-        return found.flatten(1).to(like.dtype)
+        return _rows_of(found).to(like.dtype)
+
+
+def _rows_of(tensor: Tensor) -> Tensor:
+    """A row of features for each sample; one number per sample is a row of one."""
+    return tensor.reshape(len(tensor), -1)
+
+
+def check(layout: StageLayout, *, labels: bool) -> None:
+    """Raise `UsageError` for a model or targets that synthesizers behind the stages of `layout` cannot read."""
+    for stage in range(layout.depth - 1):
+        _ = features_of(layout, stage, layout.job.batch_size)
+    if labels and layout.depth > 1:
+        _ = Labels(layout)
 
 
 def widths_of(stage: Stage, hidden: int, labels: Labels | None) -> list[int]:
-    """The widths of a synthesizer behind `stage`. Raises `UsageError` where samples are not the first dimension."""
-    rows = stage.rows(0)
-    shapes = [each.shape for each in stage.layout.border(stage.rank, rows).tensors if each.gradient]
+    """The widths of a synthesizer behind `stage`."""
+    width = features_of(stage.layout, stage.rank, stage.rows(0))
+    return [width + (labels.width if labels else 0), *[width] * hidden, width]
+
+
+def features_of(layout: StageLayout, stage: int, rows: int) -> int:
+    """The numbers of a sample behind a stage. Raises `UsageError` where samples are not the first dimension."""
+    shapes = [each.shape for each in layout.border(stage, rows).tensors if each.gradient]
     if any(not shape or shape[0] != rows for shape in shapes):
         raise UsageError(
-            f"a synthesizer reads one row for each of {rows} samples, and stage {stage.rank} gives {shapes}: "
+            f"a synthesizer reads one row for each of {rows} samples, and stage {stage} gives {shapes}: "
             "let the first dimension count the samples, or cut elsewhere"
         )
-    width = sum(torch.Size(shape[1:]).numel() for shape in shapes)
-    return [width + (labels.width if labels else 0), *[width] * hidden, width]
+    return sum(torch.Size(shape[1:]).numel() for shape in shapes)
 
 
 def share_of(stage: Stage, hidden: int, labels: bool) -> float:

@@ -257,6 +257,8 @@ def _check_pipeline(setup: Setup, pipeline: Pipeline) -> None:
             "which they know before they begin it. Give --steps or --epochs in place of --seconds."
         )
     pipeline.check_optimizer(setup.job.optimizer)
+    assert setup.stages is not None
+    pipeline.check_layout(setup.stages.layout)
     if not isinstance(pipeline, Programmed):
         checked = min(setup.steps, CHECKED * pipeline.stages)
         check(Orders.of(pipeline, range(checked)))

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from support.chains import BATCH, LR, WIDTH, chain, flat, free_network, linear, play, samples, stage_modules
-from support.runs import virtual
+from support.runs import resolved, virtual
 from torch import nn
 from torch.nn.functional import mse_loss
 
@@ -270,7 +270,7 @@ def test_a_border_without_a_row_for_each_sample_is_refused():
 def test_targets_that_are_no_features_are_refused():
     job = chain()
     job.train = Data(job.train.inputs, {"a": job.train.targets, "b": job.train.targets})
-    with pytest.raises(UsageError, match="has 2: write labels=false"):
+    with pytest.raises(UsageError, match=r"has \{a: .*: write dni:labels=false"):
         Labels(layout(job))
 
 
@@ -284,6 +284,26 @@ def test_classes_are_read_as_one_hot_vectors():
     expected = torch.eye(10, dtype=torch.float64)[[2, 9, 0]]
     expected[2] = 0
     assert torch.equal(labels.encoded(torch.tensor([2, 9, -100]), torch.zeros(0, dtype=torch.float64)), expected)
+
+
+def summed(column, *behind):
+    """The chain, whose outputs have one column, with the sum of the inputs as the target of each sample."""
+    job = chain(lambda: nn.Sequential(nn.Linear(WIDTH, 4), nn.Tanh(), nn.Linear(4, 1), *behind).double())
+    totals = job.train.inputs.sum(1, keepdim=column)
+    job.train = Data(job.train.inputs, totals)
+    return virtual(job, "bsp dni:stages=2", workers=2, steps=STEPS, dtype="float64")
+
+
+def test_a_number_per_sample_trains_as_a_column_of_one():
+    assert torch.equal(summed(False, nn.Flatten(0)).params, summed(True).params)
+
+
+def test_targets_are_refused_before_the_run():
+    job = chain()
+    job.train = Data(job.train.inputs, (job.train.targets, job.train.targets))
+    job.loss = lambda outputs, targets: mse_loss(outputs, targets[0])
+    with pytest.raises(UsageError, match="write dni:labels=false"):
+        resolved(job, "bsp dni:stages=2", on="virtual", workers=2, dtype="float64")
 
 
 def test_classes_without_a_column_each_are_refused():

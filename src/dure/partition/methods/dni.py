@@ -35,7 +35,7 @@ from dure.core.parameter import parameter
 from dure.job.optimizer import OptimizerSpec
 from dure.partition.action import Action
 from dure.partition.pipeline import Pipeline
-from dure.partition.synthesizer import Predictor, Synthesizer, share_of
+from dure.partition.synthesizer import Predictor, Synthesizer, check, share_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from dure.job.gradient import Gradient
+    from dure.partition.layout import StageLayout
     from dure.partition.stage import Stage
 
 
@@ -72,6 +73,10 @@ class DNI(Pipeline):
             raise ValueError(
                 "remat=true saves nothing: each backward of dni follows its forward at once. Leave it out."
             )
+
+    def check_layout(self, layout: StageLayout) -> None:
+        """Raise `UsageError` for borders or targets that a synthesizer cannot read."""
+        check(layout, labels=self.labels)
 
     async def run(self, stage: Stage, batches: range) -> AsyncIterator[Gradient]:
         """Play F, B and S of each mini-batch, S of the mini-batch before; give the gradient of each update."""
