@@ -95,3 +95,12 @@ def test_a_fault_is_found(spoil, fault):
 
 def test_a_right_way_has_none():
     assert fault_of(lambda values, losses, works: (values, losses)) is None
+
+
+def raised(values, losses, works):
+    raise ValueError("no stacks\nhere")
+
+
+def test_an_exception_of_any_kind_is_a_fault():
+    """The code of a user, which computes one gradient at a time, may raise anything where it gets a stack."""
+    assert fault_of(raised) == "no stacks"

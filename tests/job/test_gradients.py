@@ -8,15 +8,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.runs import virtual
 from torch import nn
 from torch.nn import functional
 
+import dure
 from dure.core.node import Ghost
 from dure.errors import UsageError
+from dure.job.data.dataset import Data
 from dure.job.gradient import Gradient, GradientWork
 from dure.job.gradients import LEAST_PENDING, MOST_BYTES, GradientEngine
 from dure.job.isolated import Isolated
+from dure.job.job import Job
 from dure.job.models.mlp import mlp
+from dure.job.optimizer import OptimizerSpec
 from dure.job.replica import Replica
 
 
@@ -487,3 +492,65 @@ def test_a_gradient_on_one_device_seeds_its_generator_and_leaves_those_of_all_de
     after = [torch.get_rng_state(), *(each.get_state() for each in devices.generators)]
     assert seeds == [17, 5, 17]
     assert all(map(torch.equal, before, after))
+
+
+class Force(nn.Module):
+    """The force of an energy, by a gradient within the forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.energy = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, x):
+        x = x.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)
+        return -gradient
+
+
+class PerSample(nn.Linear):
+    """A gradient of each sample, by `torch.func`."""
+
+    def forward(self, x):
+        return x + torch.func.vmap(torch.func.grad(lambda row: super(PerSample, self).forward(row).tanh().sum()))(x)
+
+
+def penalized(outputs, targets):
+    loss = functional.mse_loss(outputs, targets)
+    (gradient,) = torch.autograd.grad(loss, outputs, create_graph=True)
+    return loss + gradient.square().sum()
+
+
+def one_process(job, steps):
+    """The parameters after plain SGD, without this library."""
+    module = job.build(0)
+    (sampler,) = job.samplers((job.batch_size,), seed=0)
+    optimizer = torch.optim.SGD(module.parameters(), lr=job.optimizer.lr)
+    for _ in range(steps):
+        inputs, targets = job.train.batch(sampler.next())
+        optimizer.zero_grad()
+        job.loss(module(inputs), targets).backward()
+        optimizer.step()
+    return torch.cat([each.detach().reshape(-1) for each in module.parameters()])
+
+
+DIFFERENTIATING = {
+    "force": (Force, functional.mse_loss),
+    "torch.func": (lambda: nn.Sequential(nn.Linear(4, 4), PerSample(4, 4)), functional.mse_loss),
+    "penalty": (lambda: nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 4)), penalized),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENTIATING)
+def test_models_and_losses_with_gradients_inside_train_as_in_plain_pytorch(name):
+    """Each is counted, checked and evaluated too, by `dure.train`."""
+    model, loss = DIFFERENTIATING[name]
+    inputs = torch.linspace(-1, 1, 160).sin().reshape(40, 4)
+    job = Job(model, loss, Data(inputs, inputs.flip(1)), batch_size=8, optimizer=OptimizerSpec(lr=0.1), name=name)
+    run = virtual(job, "bsp collective", workers=1, steps=4)
+    assert torch.equal(run.params, one_process(job, 4))
+    many = dure.train(job, sync="ssp", topology="ps", workers=LEAST_PENDING + 1, steps=2, on="virtual")
+    ((_, choice),) = many.figures["batching"]["shapes"].items()
+    assert choice.startswith("stacked: vmap" if name == "torch.func" else "one at a time: vmap") or name == "penalty"
+    if name == "torch.func":
+        cut = virtual(job, "bsp collective gpipe:stages=2,micro=1", workers=2, steps=4)
+        assert torch.equal(cut.params, run.params)

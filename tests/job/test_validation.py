@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import dure
 from dure.errors import UsageError
@@ -189,7 +190,9 @@ def test_a_run_tries_its_extreme_batches_before_anything_else_and_is_the_run_wit
 
 
 def test_a_batch_too_small_for_the_model_is_found_before_the_run():
-    said = r"mine: its model must take a batch of inputs \(1, 8\) .* raised ValueError: Expected more than 1 value"
+    said = (
+        r"mine: its model must take a batch of inputs \(1, 8\).* raised ValueError: Expected more .* give larger batch"
+    )
     with pytest.raises(UsageError, match=said):
         dure.train(job(), sync="bsp", on="virtual", workers=3, batch_sizes=(4, 1, 2))
 
@@ -202,3 +205,13 @@ def test_a_run_without_values_tries_no_batch_and_says_what_is_wrong_all_the_same
         try_to_count(job(train=data(3)), "mine")
     with pytest.raises(UsageError, match=r"mine: Job\.model must make"):
         try_to_count(job(lambda: 7), "mine")
+
+
+class Checkpointed(nn.Linear):
+    def forward(self, inputs):
+        return checkpoint(super().forward, inputs.requires_grad_(), use_reentrant=True)
+
+
+def test_a_reentrant_checkpoint_is_refused_with_what_to_write():
+    with pytest.raises(UsageError, match=r"mine: its model calls torch.utils.checkpoint with use_reentrant=True"):
+        validate_job(job(lambda: Checkpointed(8, 2)), "mine", rows=4)

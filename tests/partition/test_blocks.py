@@ -7,7 +7,7 @@ from torch.nn.functional import cross_entropy
 
 import dure
 from dure.errors import StrategyError, UsageError
-from dure.partition.blocks import blocks_of, call_of, check_composition, refuse_ties, tied, tied_stages
+from dure.partition.blocks import blocks_of, call_of, check_composition, refuse_hooks, refuse_ties, tied, tied_stages
 
 
 class Reader(nn.Module):
@@ -253,3 +253,29 @@ def test_a_block_that_raises_is_named():
     module = job.build()
     with pytest.raises(UsageError, match=r"block 0 \(Embedding\) raised TypeError"):
         check_composition(job, module, blocks_of(job, module))
+
+
+def hooked(place):
+    def model():
+        found = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3))
+        if place == "parameter":
+            next(found.parameters()).register_hook(lambda gradient: gradient * 2)
+        else:
+            (found if place == "model" else found[1]).register_forward_hook(lambda module, inputs, outputs: outputs * 2)
+        return found
+
+    return model
+
+
+@pytest.mark.parametrize(
+    ("place", "says"), [("parameter", "'.*weight' has a hook on its gradient"), ("model", "'Sequential' has a hook")]
+)
+def test_hooks_that_no_block_would_run_are_refused(place, says):
+    module = hooked(place)()
+    with pytest.raises(UsageError, match=says):
+        refuse_hooks(module, list(module))
+
+
+def test_hooks_of_a_block_are_its_own():
+    module = hooked("block")()
+    refuse_hooks(module, list(module))

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from dure.core.user_code import explain_user_errors
+from dure.errors import DureError
 from dure.job.batched_gradients import Stacked, present
 from dure.job.data.structure import mapped
 
@@ -30,11 +32,11 @@ def find_fault(
     """
     trial = [_variant(work, shift) for shift in range(min(most, _TRIAL))]
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), explain_user_errors("a stack raised"):
             warnings.simplefilter("error", UserWarning)  # vmap warns if it falls back to a loop
             values, losses = stacked.evaluate(trial)
-    except (RuntimeError, UserWarning) as error:
-        return str(error).strip().split("\n")[0]
+    except DureError as error:  # code of the user that computes one at a time may raise anything on a stack
+        return str(error.__cause__ or error).strip().split("\n")[0]
     for stack in _stacks(len(trial), stacked.fewest):
         again, again_losses = stacked.evaluate([trial[index] for index in stack])
         if not (_same_bits(again, values[stack]) and _same_bits(again_losses, losses[stack])):

@@ -43,7 +43,7 @@ from dure.job.data.structure import Batch, called, described, tensors
 from dure.job.dense_gradients import Dense
 from dure.job.gradient import Gradient, GradientWork, ServerGradient
 from dure.job.isolated import Isolated
-from dure.job.replica import Replica
+from dure.job.replica import Replica, has_hooks
 
 LEAST_PENDING = 16
 """Least number of pending gradients for vmap. As many stacked models must fit in MOST_BYTES."""
@@ -321,7 +321,7 @@ def _why_alone(replica: Replica) -> str:
         return "the model draws random numbers"
     if replica.has_batch_norm or replica.buffers_flat().numel():
         return "the model has buffers that training may change"
-    if any(_has_hooks(module) for module in modules) or any(each._backward_hooks for each in replica.parameters):
+    if any(has_hooks(module) for module in modules) or any(each._backward_hooks for each in replica.parameters):
         return "the model has hooks"
     if any(isinstance(module, _CONVOLUTIONS) for module in modules):
         return "the model has convolutions"
@@ -332,12 +332,6 @@ def _why_alone(replica: Replica) -> str:
 
 def _has_sparse(modules: Sequence[nn.Module]) -> bool:
     return any(module.sparse for module in modules if isinstance(module, nn.Embedding | nn.EmbeddingBag))
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
 
 
 def _stacked(stacked: Stacked, works: Sequence[GradientWork]) -> _Computed:
@@ -451,4 +445,4 @@ def _is_irregular(replica: Replica) -> bool:
 def _is_plain(module: nn.Module) -> bool:
     """Whether a module is a layer of PyTorch or a `Sequential`, without hooks."""
     own = type(module).__module__.startswith("torch.nn.modules.") and not list(module.children())
-    return (own or type(module) is nn.Sequential) and not _has_hooks(module)
+    return (own or type(module) is nn.Sequential) and not has_hooks(module)

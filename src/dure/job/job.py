@@ -34,11 +34,11 @@ from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from dure.core import user_code
+from dure.core.flop_counter import FlopCounter
 from dure.core.spec_text import names, nearest, parse_member, parse_value
-from dure.errors import UsageError
+from dure.errors import DureError, UsageError
 from dure.job.companions import Companions
 from dure.job.data.dataset import Data, DataSet
 from dure.job.data.location import data_root as find_root
@@ -49,6 +49,7 @@ from dure.job.data.structure import called
 from dure.job.groups import Groups
 from dure.job.optimizer import OptimizerSpec
 from dure.job.schedule import Schedule, schedule_of
+from dure.job.trial import ROWS
 
 BUILT_IN: Mapping[str, str] = {
     "digits-mlp": "dure.job.models.digits:digits_mlp",
@@ -344,12 +345,21 @@ def _made(model: Callable[[], nn.Module]) -> nn.Module:
 
 
 def _count_flops(job: Job) -> float:
-    """Count the operations of one sample. Two rows are computed, because batch norm rejects a batch of one."""
+    """Count the operations of one sample: of ROWS, or else of a mini-batch, such as that of a loss of triplets."""
+    try:
+        return _count_rows(job, ROWS)
+    except DureError:
+        if job.batch_size == ROWS:
+            raise
+    return _count_rows(job, job.batch_size)
+
+
+def _count_rows(job: Job, rows: int) -> float:
     module = job.build()
-    rows = torch.arange(2) % len(job.train)
-    inputs, targets = job.train.batch(rows)
-    counter = FlopCounterMode(display=False)
-    with torch.random.fork_rng(devices=[]), counter:
+    inputs, targets = job.train.batch(torch.arange(rows) % len(job.train))
+    counter = FlopCounter()
+    explained = user_code.explain_user_errors("counting its model's operations raised")
+    with explained, torch.random.fork_rng(devices=[]), counter:
         job.loss(called(module, inputs), targets).backward()  # type: ignore[no-untyped-call]
-    counted = counter.get_total_flops() / 2
+    counted = counter.get_total_flops() / rows
     return counted or 6.0 * sum(each.numel() for each in module.parameters() if each.requires_grad)

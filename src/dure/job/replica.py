@@ -382,3 +382,10 @@ def draws(module: nn.Module) -> bool:
     if isinstance(module, _WITH_DROPOUT):
         return module.dropout > 0
     return isinstance(module, _ALWAYS_RANDOM)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a module has hooks of its own, of forward or backward."""
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )

@@ -26,7 +26,7 @@ def numel_of(job: Job) -> int:
 def shapes_of(job: Job) -> Job:
     """`job` with shapes and no values, for timing-only runs.
 
-    Raises `RuntimeError` for a model that cannot be built, or computed, on the meta device.
+    Raises `RuntimeError` for a model that cannot be built on the meta device, `UsageError` if it cannot be computed.
     """
     inputs, targets = job.train.batch(torch.arange(2) % len(job.train))
     samples = len(job.train)

@@ -43,21 +43,28 @@ def validate_job(job: Job, name: str, *, rows: int, fewest: int | None = None, s
         module = _model(job, seed)
         for size in dict.fromkeys((rows, fewest or rows)):
             inputs, targets = _first(job.train, size)
-            with torch.enable_grad():
+            with _smaller(size, rows), torch.enable_grad():
                 _differentiate(module, _loss(job, _outputs(module, inputs), targets))
-        inputs, targets = _first(job.graded, rows)
-        with torch.no_grad():
-            outputs = _outputs(module.eval(), inputs)
-            _loss(job, outputs, targets)
-            _check_accuracy(job, outputs, targets)
+        batch = _first(job.graded, rows)
+        try:
+            with torch.no_grad():
+                _grade(job, module.eval(), *batch)
+        except UsageError:
+            with torch.enable_grad():  # a loss may contain a gradient
+                _grade(job, module.eval(), *batch)
+
+
+def _grade(job: Job, module: nn.Module, inputs: Batch, targets: Batch) -> None:
+    outputs = _outputs(module, inputs)
+    _loss(job, outputs, targets)
+    _check_accuracy(job, outputs, targets)
 
 
 def try_to_count(job: Job, name: str) -> None:
     """Preflight of a run without values: build the model and count its operations. Raises as `validate_job`."""
     with _named(name):
         _model(job, 0)
-        with explain_user_errors("counting its model's operations raised"):
-            _ = job.flops_per_sample
+        _ = job.flops_per_sample
 
 
 @contextmanager
@@ -77,6 +84,19 @@ def _named(name: str) -> Iterator[None]:
         yield
     except UsageError as error:
         raise UsageError(f"{name}: {error}") from error.__cause__
+
+
+@contextmanager
+def _smaller(size: int, largest: int) -> Iterator[None]:
+    try:
+        yield
+    except UsageError as error:
+        if size == largest:
+            raise
+        raise UsageError(
+            f"{error} A batch of {largest} samples works, and the smallest of this run has {size}: give larger batch "
+            "sizes."
+        ) from error.__cause__
 
 
 def _first(data: DataSet, rows: int) -> tuple[Batch, Batch]:
@@ -141,9 +161,27 @@ def _differentiate(module: nn.Module, loss: Tensor) -> None:
             "a job's loss must be computed from the model's outputs by operations that have gradients, and this one "
             "has none. Leave out .detach(), .item(), argmax and torch.no_grad()."
         )
+    if "CheckpointFunctionBackward" in _nodes(loss):  # its parameters would have no gradient, or autograd raises
+        raise UsageError(
+            "its model calls torch.utils.checkpoint with use_reentrant=True, and dure computes gradients by "
+            "torch.autograd.grad, with which PyTorch supports use_reentrant=False only. Write "
+            "torch.utils.checkpoint.checkpoint(..., use_reentrant=False): the gradients are the same."
+        )
     parameters = [each for each in module.parameters() if each.requires_grad]
     with explain_user_errors("the backward pass of its loss raised"):
         torch.autograd.grad(loss.reshape(()), parameters, allow_unused=True)
+
+
+def _nodes(loss: Tensor) -> set[str]:
+    """The names of the operations in the graph of `loss`."""
+    names, seen, left = set(), set(), [loss.grad_fn]
+    while left:
+        node = left.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            names.add(node.name())
+            left += [each for each, _ in node.next_functions]
+    return names
 
 
 def _check_accuracy(job: Job, outputs: Any, targets: Batch) -> None:

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from dure.core.user_code import explain_user_errors
 from dure.errors import StrategyError, UsageError
 from dure.job.data.structure import Batch, called, mapped
+from dure.job.replica import has_hooks
 
 if TYPE_CHECKING:
     from dure.job.job import Job
@@ -77,13 +78,13 @@ def check_composition(job: Job, module: nn.Module, blocks: Sequence[nn.Module], 
     try:
         for part in parts:
             part.training = False
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            whole = job.loss(called(module, inputs), targets)
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            whole = job.loss(called(module, inputs), targets).detach()
             for number, block in enumerate(blocks):
                 with explain_user_errors(f"{block_name(number, block)} raised"):
                     value = call(block, value)
             with explain_user_errors("the loss of the last block's outputs raised"):
-                cut = job.loss(value, targets)
+                cut = job.loss(value, targets).detach()
     finally:
         for part, mode in modes:
             part.training = mode
@@ -138,6 +139,24 @@ def refuse_ties(method: str, ties: Mapping[str, Sequence[int]], instead: str = F
             f"time of its own, so the copies would differ. Use {instead}, or choose cuts that put the blocks with it "
             "into one stage."
         )
+
+
+def refuse_hooks(module: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    """Raise `UsageError` for hooks of a model that its blocks, with parameters of their own, would not run."""
+    for name, parameter in module.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise UsageError(
+                f"the parameter {name!r} has a hook on its gradient, which a stage, with a part of the flat parameters "
+                "in its place, does not run. Register the hook on a tensor in the model's forward, or leave the "
+                "partition out."
+            )
+    inside = {id(part) for block in blocks for part in block.modules()}
+    for name, part in module.named_modules():
+        if id(part) not in inside and has_hooks(part):
+            raise UsageError(
+                f"the module {name or type(part).__name__!r} has a hook, and belongs to no block of the model, so "
+                "that no stage runs the hook. Register the hook on a block, or leave the partition out."
+            )
 
 
 # ---- checks

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
+from dure.core.flop_counter import FlopCounter
 from dure.core.user_code import explain_user_errors
 from dure.errors import UsageError
 from dure.job.data.structure import Batch, described, tensors
@@ -134,16 +135,20 @@ def measure(blocks: Sequence[nn.Module], call: Call, inputs: Any) -> MeasuredPas
         alive: list[Tensor] = []  # a memory that is freed could give its number to another
         before = {0: _versions(tensors(inputs))}
         for number, block in enumerate(blocks):
-            counter, kept = FlopCounterMode(display=False), Kept(block, alive)
-            with explain_user_errors(f"{names[number]} raised"), counter, kept:
-                value = call(block, value)
+            with explain_user_errors(f"{names[number]} raised"):
+                (value, counter), kept = with_kept(block, alive, partial(_counted, block, call, value))
             for start in [start for start, versions in before.items() if _is_changed(versions)]:
                 changes[start] = number
                 del before[start]
-            costs.append(BlockCost(float(counter.get_total_flops()), kept.nbytes))
+            costs.append(BlockCost(float(counter.get_total_flops()), kept))
             borders[number + 1] = found = _border(value, names[number])
             before[number + 1] = [] if isinstance(found, str) else _versions(found.flat(value))
     return MeasuredPass(names, borders, costs, changes)
+
+
+def _counted(block: nn.Module, call: Call, value: Any) -> tuple[Any, FlopCounter]:
+    with FlopCounter() as counter:
+        return call(block, value), counter
 
 
 def _border(value: Any, block: str) -> Border | str:
@@ -184,3 +189,21 @@ class Kept(torch.autograd.graph.saved_tensors_hooks):
 
 def _same(tensor: Tensor) -> Tensor:
     return tensor
+
+
+Result = TypeVar("Result")
+
+
+def with_kept(block: nn.Module, alive: list[Tensor], forward: Callable[[], Result]) -> tuple[Result, dict[int, int]]:
+    """The result of a block's `forward`, and `Kept.nbytes` of it.
+
+    A block that differentiates by `torch.func` allows no hooks on saved tensors: 0 bytes are found for it.
+    """
+    kept = Kept(block, alive)
+    try:
+        with kept:
+            return forward(), kept.nbytes
+    except RuntimeError as error:
+        if "saved tensor hooks" not in str(error):
+            raise
+    return forward(), {}

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import torch
 
 from dure.core.ranges import equal_ranges
+from dure.errors import UsageError
+from dure.job.trial import refusal, trial_rows
 from dure.partition.block_times import PassShare, share
 from dure.partition.blocks import (
     blocks_of,
@@ -16,6 +18,7 @@ from dure.partition.blocks import (
     check_composition,
     first_samples,
     is_one_block,
+    refuse_hooks,
     refuse_ties,
     tied,
     tied_stages,
@@ -39,9 +42,6 @@ if TYPE_CHECKING:
 
 
 Known = TypeVar("Known")
-
-ROWS = 2
-"""Samples of the mini-batch that finds the operations of the stages."""
 
 
 class Held(NamedTuple):
@@ -82,8 +82,11 @@ class StageLayout:
         self.blocks = self.blocks_of(whole.module)
         self.call = call_of(job, whole=self._is_one_block(whole.module))
         self.depth = pipeline.stages * pipeline.chunks
+        refuse_hooks(whole.module, self.blocks)
         if job.stages is not None and len(self.blocks) > 1:
-            self._known(("composition", len(self.blocks)), lambda: check_composition(job, whole.module, self.blocks))
+            self._known(
+                ("composition", len(self.blocks)), lambda: check_composition(job, whole.module, self.blocks, self._rows)
+            )
         cuts = cut_of(
             pipeline.cuts,
             self.blocks,
@@ -110,7 +113,7 @@ class StageLayout:
         """The numbers of the blocks before which the model may be cut; None for all."""
         if self.plan is None:
             return None
-        return whole_borders(self.job, self.plan, self.ways, self.call, self.blocks_of, ROWS)
+        return whole_borders(self.job, self.plan, self.ways, self.call, self.blocks_of, self._rows)
 
     @property
     def tied(self) -> dict[str, tuple[int, ...]]:
@@ -274,19 +277,19 @@ class StageLayout:
 
     def share_of_dense(self, weights: int) -> float:
         """The forward of dense layers with so many `weights`, in shares of the model's forward."""
-        return weights * (ROWS * 2.0 if self._is_counted else 1.0) / sum(self._totals)
+        return weights * (self._rows * 2.0 if self._is_counted else 1.0) / sum(self._totals)
 
     @cached_property
     def _totals(self) -> list[float]:
-        """The operations of each stage for `ROWS` samples; where none are counted, its parameters."""
+        """The operations of each stage for a trial batch; where none are counted, its parameters."""
         if self._is_counted:
-            costs = self.measured(ROWS).costs
+            costs = self.measured(self._rows).costs
             return [sum(costs[number].flops for number in self.blocks_in(stage)) for stage in range(self.depth)]
         return [float(self._numel(stage)) for stage in range(self.depth)]
 
     @property
     def _is_counted(self) -> bool:
-        return any(cost.flops for cost in self.measured(ROWS).costs)
+        return any(cost.flops for cost in self.measured(self._rows).costs)
 
     def _numel(self, stage: int) -> int:
         return sum(each.numel() for number in self.blocks_in(stage) for each in self.blocks[number].parameters())
@@ -294,15 +297,41 @@ class StageLayout:
     def measured(self, rows: int) -> MeasuredPass:
         """The borders and the costs of all blocks for `rows` samples. Raises `UsageError` where they are no stages."""
         if rows not in self._measured:
-            found = self._known(("pass", len(self.blocks), rows), lambda: self._measure(rows))
+            try:
+                found = self._known(("pass", len(self.blocks), rows), lambda: self._measure(rows))
+            except UsageError as error:
+                raise UsageError(f"{error}{self._advice(rows)}") from error.__cause__
+            self._check_rows(rows)
             found.check(self.bounds)
             self._measured[rows] = found
         return self._measured[rows]
 
     @property
+    def _rows(self) -> int:
+        """The samples of a trial batch."""
+        return self._known(("trial",), lambda: trial_rows(self.job, self.whole.module))
+
+    def _check_rows(self, rows: int) -> None:
+        """Raise `UsageError` where the loss does not take a micro-batch of `rows` samples, but takes a trial batch."""
+        if rows not in (self._rows, self.job.batch_size):
+            found = self._known(("refusal", rows), lambda: refusal(self.job, self.whole.module, rows))
+            if found is not None and (advice := self._advice(rows)):
+                raise UsageError(f"{found}{advice}")
+
+    def _advice(self, rows: int) -> str:
+        """A sentence for an error with `rows` samples; empty if a trial batch has an error too."""
+        trial = self._rows
+        if rows == trial or refusal(self.job, self.whole.module, trial) is not None:
+            return ""
+        return (
+            f" A batch of {trial} samples works, and micro-batches of {self.pipeline.micro_batches} in a mini-batch "
+            f"have {rows}: write fewer micro-batches (micro=), or a larger --batch-size."
+        )
+
+    @property
     def outputs(self) -> Border:
-        """The outputs of the model for `ROWS` samples."""
-        return self.measured(ROWS).border(self.bounds[-1])
+        """The outputs of the model for a trial batch."""
+        return self.measured(self._rows).border(self.bounds[-1])
 
     def _measure(self, rows: int) -> MeasuredPass:
         before = self.whole.buffers_flat()

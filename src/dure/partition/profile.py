@@ -21,13 +21,13 @@ import torch
 import yaml
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.flop_counter import FlopCounterMode
 
+from dure.core.flop_counter import FlopCounter
 from dure.core.user_code import explain_user_errors
 from dure.core.yaml_text import read_yaml
 from dure.errors import UsageError
 from dure.partition.blocks import block_name, call_of, first_samples
-from dure.partition.borders import Call, Kept
+from dure.partition.borders import Call, with_kept
 
 if TYPE_CHECKING:
     from dure.job.job import Job
@@ -128,7 +128,7 @@ def counted(job: Job, blocks: Sequence[nn.Module], samples: int, *, flops: float
     """
 
     def operations(step: Callable[[], None]) -> float:
-        with FlopCounterMode(display=False) as counter:
+        with FlopCounter() as counter:
             step()
         return float(counter.get_total_flops()) / flops
 
@@ -180,10 +180,8 @@ def _profile(job: Job, blocks: Sequence[nn.Module], samples: int, cost: _Cost) -
 
 def _profile_block(block: nn.Module, name: str, call: Call, inputs: Any, cost: _Cost) -> tuple[Any, BlockProfile]:
     """The outputs of a block, with their graph, and its profile."""
-    kept = Kept(block, alive=[])
     with explain_user_errors(f"{name} raised"):
-        with kept:
-            outputs = call(block, tree_map(_cloned, inputs))
+        outputs, kept = with_kept(block, [], lambda: call(block, tree_map(_cloned, inputs)))
         leaves = [each for each in (*_tensors(inputs), *block.parameters()) if each.requires_grad]
 
         def step() -> None:
@@ -197,7 +195,7 @@ def _profile_block(block: nn.Module, name: str, call: Call, inputs: Any, cost: _
         seconds,
         output_nbytes=sum(each.nbytes for each in _tensors(outputs)),
         parameter_nbytes=sum(each.nbytes for each in block.parameters() if each.requires_grad),
-        activation_nbytes=sum(kept.nbytes.values()),
+        activation_nbytes=sum(kept.values()),
         name=name,
     )
 

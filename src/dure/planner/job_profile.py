@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from dure.core.cost import fit
 from dure.errors import DureError
+from dure.job.trial import refusal
 from dure.partition.block_times import BlockTimes, PassTime
 from dure.partition.blocks import blocks_of, call_of, first_samples
 from dure.planner.probe.measure import begin_steps
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from dure.job.job import Job
 
 SIZES = 4
-"""Numbers of samples that are measured: those of a mini-batch, and halves of it."""
+"""Most numbers of samples that are measured: those of a mini-batch, and halves of it."""
 
 FEWEST, MOST, SPENT = 3, 15, 0.25
 """Repeats of a measurement at least and at most, and seconds after which it is not repeated."""
@@ -79,7 +80,7 @@ def profile_job(job: Job) -> JobProfile:
 
 
 def _profiled(job: Job) -> JobProfile:
-    sizes = _sizes(job.batch_size)
+    sizes = _sizes(job)
     steps = [(float(size), _least(begin_steps(replace(job, batch_size=size)))) for size in sizes]
     line = fit(steps) if len(steps) > 1 else None
     overhead = 0.0 if line is None else max(0.0, line.start)
@@ -93,9 +94,16 @@ def _profiled(job: Job) -> JobProfile:
     return JobProfile(overhead, sample, min(calls, overhead), share, times, 0.0 if line is None else line.residual)
 
 
-def _sizes(batch_size: int) -> list[int]:
-    """The numbers of samples to measure, descending."""
-    return list(dict.fromkeys(max(1, batch_size >> halving) for halving in range(SIZES)))
+def _sizes(job: Job) -> list[int]:
+    """The numbers of samples to measure, descending: a mini-batch, and its halves that the job takes.
+
+    A job that takes no half is measured with two mini-batches in one, if it takes that.
+    """
+    module, size = job.build(0), job.batch_size
+    halves = list(dict.fromkeys(max(1, size >> halving) for halving in range(1, SIZES)))
+    smaller = [each for each in halves if each < size and refusal(job, module, each) is None]
+    larger = [2 * size] if not smaller and refusal(job, module, 2 * size) is None else []
+    return [*larger, size, *smaller]
 
 
 def _least(function: Callable[[], object]) -> float:

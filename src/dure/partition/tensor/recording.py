@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
+from dure.core.flop_counter import FlopCounter
 from dure.core.node import Ghost
 from dure.partition.tensor.ways import CollectiveCall
 
@@ -32,13 +32,13 @@ class Recording:
     """Answers collectives with zeros, and counts the operations before each."""
 
     def __init__(self) -> None:
-        self._counter = FlopCounterMode(display=False)
+        self._counter = FlopCounter()
         self._pieces: list[Piece] = []
         self._counted = 0.0
 
     def pieces(self, function: Callable[[], None]) -> list[Piece]:
         """The pieces of a function whose collectives are those of `carry_out`."""
-        self._counter, self._pieces, self._counted = FlopCounterMode(display=False), [], 0.0
+        self._counter, self._pieces, self._counted = FlopCounter(), [], 0.0
         with self._counter:
             function()
         self._add(None)
