@@ -47,7 +47,7 @@ def batch(module, observations=OBSERVATIONS):
 def backward(module, observations=OBSERVATIONS):
     values = batch(module, observations)
     module.zero_grad()
-    Dpg().loss(module, module, values, torch.ones(len(observations)))[0].backward()
+    Dpg().loss(module, values, Dpg().targets(module, module, values), torch.ones(len(observations)))[0].backward()
     return module
 
 
@@ -111,14 +111,14 @@ def test_policy_and_critic_get_the_gradient_of_their_own_loss():
         "discount": torch.full((16,), 0.9),
     }
     weights = torch.rand(16, generator=generator)
-    loss, errors = algorithm.loss(module, target, values, weights)
+    loss, errors = algorithm.loss(module, values, algorithm.targets(module, target, values), weights)
     loss.backward()
     following = values["next_observation"]
     with torch.no_grad():
         y = values["reward"] + 0.9 * target.critic(following, target.policy(following))
     delta = y - module.critic(values["observation"], values["action"])
     assert torch.equal(errors, delta.detach().abs())
-    assert torch.equal(errors, algorithm.errors(module, target, values))
+    assert torch.equal(errors, algorithm.errors(module, values, algorithm.targets(module, target, values)))
     critic = list(module.critic_layers.parameters())
     for found, expected in zip(critic, torch.autograd.grad((weights * delta**2 / 2).mean(), critic), strict=True):
         torch.testing.assert_close(found.grad, expected)
@@ -134,7 +134,7 @@ def test_the_value_of_the_loss_is_that_of_the_critic():
     module = Quadratic(scale=0.3)
     values = batch(module) | {"reward": torch.arange(8.0, dtype=torch.float64), "discount": torch.zeros(8).double()}
     weights = torch.linspace(0.2, 1.0, 8, dtype=torch.float64)
-    loss, _ = Dpg().loss(module, module, values, weights)
+    loss, _ = Dpg().loss(module, values, Dpg().targets(module, module, values), weights)
     delta = values["reward"] - module.critic(values["observation"], values["action"])
     assert loss.item() == pytest.approx((weights * delta.square() / 2).mean().item(), rel=1e-12)
 
@@ -182,7 +182,7 @@ def action_learned(sigma):
         names = ("observation", "action", "reward", "discount", "next_observation")
         values = dict(zip(names, (state, actions, rewards, zeros, state), strict=True))
         optimizer.zero_grad()
-        algorithm.loss(module, module, values, torch.ones(64))[0].backward()
+        algorithm.loss(module, values, algorithm.targets(module, module, values), torch.ones(64))[0].backward()
         optimizer.step()
     return float(module.constant.detach())
 

@@ -44,22 +44,30 @@ ONES = torch.ones(2, dtype=torch.float64)
 def test_worked_example(double, targets):
     """The values of the state acted in are zero, so the errors are the targets."""
     algorithm = Dqn(double=double)
-    assert algorithm.errors(ONLINE, TARGET, BATCH).tolist() == pytest.approx(targets, abs=1e-12)
-    loss, errors = algorithm.loss(ONLINE, TARGET, BATCH, ONES)
+    assert algorithm.errors(ONLINE, BATCH, algorithm.targets(ONLINE, TARGET, BATCH)).tolist() == pytest.approx(
+        targets, abs=1e-12
+    )
+    loss, errors = algorithm.loss(ONLINE, BATCH, algorithm.targets(ONLINE, TARGET, BATCH), ONES)
     assert errors.tolist() == pytest.approx(targets, abs=1e-12)
     assert loss.item() == pytest.approx(sum(each**2 for each in targets) / 4)
 
 
 def test_a_module_is_its_own_target_in_actors():
     """Both forms take the maximum then, and the errors are those of a learner whose target is equal."""
-    own = [Dqn(double=double).errors(ONLINE, ONLINE, BATCH).tolist() for double in (False, True)]
+    own = [
+        Dqn(double=double).errors(ONLINE, BATCH, Dqn(double=double).targets(ONLINE, ONLINE, BATCH)).tolist()
+        for double in (False, True)
+    ]
     assert own[0] == own[1] == pytest.approx([1 + 0.9 * 3, 2], abs=1e-12)
-    assert Dqn().loss(ONLINE, Table(ONLINE.values.tolist()), BATCH, ONES)[1].tolist() == own[1]
+    assert (
+        Dqn().loss(ONLINE, BATCH, Dqn().targets(ONLINE, Table(ONLINE.values.tolist()), BATCH), ONES)[1].tolist()
+        == own[1]
+    )
 
 
 def gradient(algorithm, batch, weights):
     module = Table(ONLINE.values.tolist())
-    algorithm.loss(module, TARGET, batch, weights)[0].backward()
+    algorithm.loss(module, batch, algorithm.targets(module, TARGET, batch), weights)[0].backward()
     assert TARGET.values.grad is None
     return module.values.grad
 
@@ -150,7 +158,7 @@ def value_of_forever(n, gamma, *, limit_is_an_end):
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
     for _ in range(150):
         optimizer.zero_grad()
-        algorithm.loss(module, module, values, torch.ones(20))[0].backward()
+        algorithm.loss(module, values, algorithm.targets(module, module, values), torch.ones(20))[0].backward()
         optimizer.step()
     return float(module.weight.detach())
 

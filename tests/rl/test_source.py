@@ -27,7 +27,7 @@ def learner(target_every):
     source.settings = SimpleNamespace(target_every=target_every)
     source.target = Replica(nn.Linear(1, 1, bias=False))
     source._target = None
-    return source, SimpleNamespace(kept={}, kept_plain={}, clock=0, versions=None, params=torch.zeros(1))
+    return source, SimpleNamespace(kept={}, kept_plain={}, clock=0, versions=None, params=torch.zeros(1), buffers=None)
 
 
 @pytest.mark.parametrize(
@@ -62,11 +62,11 @@ def test_a_target_of_a_checkpoint_is_loaded():
 def test_a_model_that_is_published_does_not_change_with_the_worker_s():
     world, values = World(), torch.zeros(3)
     service = ModelService(world.node("worker 0"))
-    service.publish(values, 4, 12)
+    service.publish((values,), 4, 12)
     values += 1
     pull = Call("actor 0", "pull", {"at_least": 4}, ())
     early = world.run(service.handle(pull))
-    service.publish(values, 5, 15)
+    service.publish((values,), 5, 15)
     assert (early.fields["version"], early.tensors[0].tolist()) == (12, [0.0] * 3)
     assert world.run(service.handle(pull)).tensors[0].tolist() == [1.0] * 3
 

@@ -25,7 +25,6 @@ record.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,7 +41,7 @@ from dure.job.batched_gradients import Stacked, Vmapped
 from dure.job.data.structure import Batch, called, described, tensors
 from dure.job.dense_gradients import Dense
 from dure.job.gradient import Gradient, GradientWork, ServerGradient
-from dure.job.isolated import Isolated
+from dure.job.isolated import Isolated, seed_of
 from dure.job.replica import Replica, has_hooks
 
 LEAST_PENDING = 16
@@ -279,7 +278,8 @@ class GradientEngine:
         return torch.cat(parts) if parts else self.replica.params.new_empty(0)
 
     def _isolated(self, work: GradientWork) -> Isolated:
-        return Isolated(self.exact, _seed_of(work) if self._may_draw else None, self.replica.device)
+        seed = seed_of(work.seed, work.rank, work.step) if self._may_draw else None
+        return Isolated(self.exact, seed, self.replica.device)
 
     def _loss(self, work: GradientWork) -> Tensor:
         """Run the forward pass of `work` with its parameters and buffers. Returns a scalar tensor."""
@@ -428,12 +428,6 @@ def _flat_sparse(gradients: Sequence[Tensor | None], replica: Replica) -> Tensor
     return torch.sparse_coo_tensor(
         torch.cat(indices).unsqueeze(0), torch.cat(values), (replica.numel,), is_coalesced=True, check_invariants=False
     )
-
-
-def _seed_of(work: GradientWork) -> int:
-    """A seed for the random layers of one step of one worker, of the 32 bits that PyTorch's CPU generator uses."""
-    text = f"{work.seed}/{work.rank}/{work.step}"
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little")
 
 
 def _is_irregular(replica: Replica) -> bool:

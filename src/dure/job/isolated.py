@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import torch
+
+
+def seed_of(*parts: int) -> int:
+    """A seed for the random layers of one computation, of the 32 bits that PyTorch's CPU generator uses.
+
+    >>> seed_of(0, 1, 2) == seed_of(0, 1, 2), seed_of(0, 1, 2) == seed_of(0, 2, 1)
+    (True, False)
+    """
+    text = "/".join(map(str, parts))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little")
 
 
 class Isolated:

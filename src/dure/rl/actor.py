@@ -24,6 +24,7 @@ import torch
 from dure.core.node import Address, Node, Operation, TimedWork
 from dure.core.state import State
 from dure.errors import PeerLost
+from dure.job.isolated import Isolated, seed_of
 from dure.rl.frame_window import FrameWindow
 from dure.rl.messages import FOREVER, VERSION, InsertionTensors, inserted_columns
 from dure.rl.n_step import NStep
@@ -45,7 +46,7 @@ RECENT = 100
 
 
 class Actor:
-    """One actor at `node`. `noise` has the epsilon or sigma of each of its environments.
+    """One actor at `node`. `noise` has the epsilon or sigma of each environment; random layers draw from `seed`.
 
     In lockstep, `steps_after` says how many steps the replay allows the worker after so many insertions.
     """
@@ -63,13 +64,14 @@ class Actor:
         *,
         noise: np.ndarray,
         rng: np.random.Generator,
+        seed: int,
         model: Address,
         replay: Address,
         steps_after: Callable[[int], int] | None = None,
     ) -> None:
         self.node, self.algorithm, self.replica, self.layout = node, algorithm, replica, layout
         self.environments, self.settings = environments, settings
-        self.noise, self.rng = noise, rng
+        self.noise, self.rng, self.seed = noise, rng, seed
         self.model, self.replay = model, replay
         self.steps_after = steps_after
         self.version = 0
@@ -80,7 +82,10 @@ class Actor:
         self._window = NStep(algorithm.n_step, algorithm.gamma)
         self._items: list[tuple[Any, int]] = []
         self._insertion: Operation[Any] | None = None
-        self._values = torch.empty_like(replica.params)
+        replica.module.eval()
+        self._model = [torch.empty_like(replica.params)]
+        if (buffers := replica.buffers_flat()).numel():
+            self._model.append(buffers)
         self._since_pull = 0
         self.count = len(environments.observations)
         pending = settings.send + algorithm.n_step + 1
@@ -111,11 +116,13 @@ class Actor:
         wanted: dict[str, Any] = {"at_least": self._awaited()}
         while True:
             try:
-                reply = await self.node.call(self.model, "pull", into=(self._values,), timeout=FOREVER, **wanted)
+                reply = await self.node.call(self.model, "pull", into=self._model, timeout=FOREVER, **wanted)
                 break
             except PeerLost:  # its worker has failed, or joins later
                 await self.node.sleep(AGAIN_SECONDS)
-        self.replica.load(self._values)
+        self.replica.load(self._model[0])
+        for buffers in self._model[1:]:
+            self.replica.load_buffers(buffers)
         self.version = reply.fields["version"]
 
     def _awaited(self) -> int:
@@ -127,7 +134,8 @@ class Actor:
     def _act(self) -> None:
         """Make one step in each environment."""
         environments = self.environments
-        actions = self.algorithm.act(self.replica.module, environments.observations, self._noise_now(), self.rng)
+        with self._seeded():
+            actions = self.algorithm.act(self.replica.module, environments.observations, self._noise_now(), self.rng)
         before, references = environments.observations, self._references
         step = environments.step(actions)
         self.steps += self.count
@@ -163,6 +171,10 @@ class Actor:
         if self._frames is None:
             return []
         return [self._frames.whole(stream, self.environments.observations[stream]) for stream in streams]
+
+    def _seeded(self) -> Isolated:
+        """The context of the network, which may draw random numbers in evaluation mode, too."""
+        return Isolated(False, seed_of(self.seed, self.steps), self.replica.device)
 
     def _noise_now(self) -> np.ndarray:
         """The noise of each environment; epsilons fall from 1 over the first steps."""
@@ -204,7 +216,9 @@ class Actor:
         if self._frames is not None:
             values = {**values, **{name: self._frames.stacked(values[name]) for name in STACKED}}
         tensors = {name: torch.from_numpy(array) for name, array in values.items()}
-        return self.algorithm.errors(self.replica.module, self.replica.module, tensors).numpy()
+        module = self.replica.module
+        with self._seeded():
+            return self.algorithm.errors(module, tensors, self.algorithm.targets(module, module, tensors)).numpy()
 
     # ---- as a companion
 

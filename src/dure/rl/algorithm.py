@@ -13,7 +13,17 @@ if TYPE_CHECKING:
 
 
 class RlAlgorithm(Protocol):
-    """An algorithm without parameters of its own: modules are given to it."""
+    """An algorithm without parameters of its own: modules are given to it, in the mode that they shall have.
+
+    | call                                  | `module`         | `target`   |
+    |---------------------------------------|------------------|------------|
+    | `act`, `errors`, `targets`            | evaluation mode  | evaluation |
+    | `loss`                                | training mode    |            |
+
+    Dropout is off, and batch norm has its running statistics, wherever a value is used as it is: for an action, a
+    priority, or a target. Lillicrap et al. (2016) act so; Stable-Baselines3 (DQN, TD3) has its target networks so, with
+    the running statistics of the network that they are copied from.
+    """
 
     @property
     def n_step(self) -> int: ...
@@ -33,12 +43,16 @@ class RlAlgorithm(Protocol):
         """Choose an action for each of the `observations`, with its `noise` (count,)."""
         ...
 
+    def targets(self, module: nn.Module, target: nn.Module, values: Mapping[str, Tensor]) -> Tensor:
+        """The targets (count,) of a batch, without gradients."""
+        ...
+
     def loss(
-        self, module: nn.Module, target: nn.Module, values: Mapping[str, Tensor], weights: Tensor
+        self, module: nn.Module, values: Mapping[str, Tensor], targets: Tensor, weights: Tensor
     ) -> tuple[Tensor, Tensor]:
         """The loss, whose gradient is that of the whole update, and the absolute TD errors (count,)."""
         ...
 
-    def errors(self, module: nn.Module, target: nn.Module, values: Mapping[str, Tensor]) -> Tensor:
+    def errors(self, module: nn.Module, values: Mapping[str, Tensor], targets: Tensor) -> Tensor:
         """The absolute TD errors (count,), without gradients."""
         ...

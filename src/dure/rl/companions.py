@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from dure.rl.settings import RlSettings
     from dure.rl.transitions import Layout
 
-ENVIRONMENT_STREAM, NOISE_STREAM, REPLAY_STREAM, GRADER_STREAM = 11, 12, 13, 14
+ENVIRONMENT_STREAM, NOISE_STREAM, REPLAY_STREAM, GRADER_STREAM, LAYER_STREAM = range(11, 16)
 """Separate the random numbers of a run's parts from each other."""
 
 MESSAGES = 4
@@ -164,6 +164,7 @@ class ActorsAndReplays:
             settings,
             noise=self._noise(rank * count, count),
             rng=np.random.default_rng((NOISE_STREAM, *life)),
+            seed=_drawn(LAYER_STREAM, *life),
             model=model,
             replay=self._replay_of(rank),
             steps_after=partial(self._limiter().batches, count=shape.batch_size) if settings.lockstep else None,
@@ -214,6 +215,7 @@ class ActorsAndReplays:
             batch_size=shape.batch_size,
             flops=shape.flops_per_sample * shape.batch_size,
             meter=meter,
+            seed=shape.seed,
             outliers=OutlierFilter(settings.outlier) if settings.outlier else None,
         )
 

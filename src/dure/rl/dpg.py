@@ -76,31 +76,31 @@ class Dpg:
         bounded_actions: np.ndarray = np.clip(actions + scale * draws, low, high)
         return bounded_actions
 
+    @torch.no_grad()
+    def targets(self, module: Agent, target: Agent, values: Mapping[str, Tensor]) -> Tensor:
+        """The targets (count,): R + D * the target critic's value of the target policy's action."""
+        following = values["next_observation"]
+        return values["reward"] + values["discount"] * target.critic(following, target.policy(following))
+
     def loss(
-        self, module: Agent, target: Agent, values: Mapping[str, Tensor], weights: Tensor
+        self, module: Agent, values: Mapping[str, Tensor], targets: Tensor, weights: Tensor
     ) -> tuple[Tensor, Tensor]:
         """The loss of critic and policy, and the absolute error (count,) of the critic for each transition, detached.
 
         The gradient of the loss is that of both. Its value is that of the critic alone.
         """
         observations = values["observation"]
-        delta = self._targets(target, values) - module.critic(observations, values["action"])
+        delta = targets - module.critic(observations, values["action"])
         actions = module.policy(observations)
         slope = _slope(module, observations, actions.detach())
         ascent = (slope.clamp(-1, 1) * (actions - actions.detach())).sum(1).mean()  # 0, with the policy's gradient
         loss = (weights * delta.square() / 2).mean() - ascent
         return loss, delta.detach().abs()
 
-    def errors(self, module: Agent, target: Agent, values: Mapping[str, Tensor]) -> Tensor:
-        """The absolute error (count,) of the critic for each transition, without gradients."""
-        with torch.no_grad():
-            return (self._targets(target, values) - module.critic(values["observation"], values["action"])).abs()
-
     @torch.no_grad()
-    def _targets(self, target: Agent, values: Mapping[str, Tensor]) -> Tensor:
-        """The targets (count,): R + D * the target critic's value of the target policy's action."""
-        following = values["next_observation"]
-        return values["reward"] + values["discount"] * target.critic(following, target.policy(following))
+    def errors(self, module: Agent, values: Mapping[str, Tensor], targets: Tensor) -> Tensor:
+        """The absolute error (count,) of the critic for each transition, without gradients."""
+        return (targets - module.critic(values["observation"], values["action"])).abs()
 
 
 def _slope(module: Agent, observations: Tensor, actions: Tensor) -> Tensor:

@@ -79,27 +79,26 @@ class Dqn:
         chosen: np.ndarray = np.where(first < noise, (second * actions).astype(np.int64), values.argmax(1))
         return chosen
 
-    def loss(
-        self, module: nn.Module, target: nn.Module, values: Mapping[str, Tensor], weights: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """The weighted loss of a batch, and the absolute error (count,) of each of its transitions, detached."""
-        chosen = _chosen(module(values["observation"]), values["action"])
-        delta = self._targets(module, target, values) - chosen
-        loss = (weights * _LOSSES[self.loss_](delta)).mean()
-        return loss, delta.detach().abs()
-
-    def errors(self, module: nn.Module, target: nn.Module, values: Mapping[str, Tensor]) -> Tensor:
-        """The absolute error (count,) of each transition, without gradients."""
-        with torch.no_grad():
-            chosen = _chosen(module(values["observation"]), values["action"])
-            return (self._targets(module, target, values) - chosen).abs()
-
     @torch.no_grad()
-    def _targets(self, module: nn.Module, target: nn.Module, values: Mapping[str, Tensor]) -> Tensor:
+    def targets(self, module: nn.Module, target: nn.Module, values: Mapping[str, Tensor]) -> Tensor:
         """The targets (count,): R + D * the target network's value of the next observation."""
         following = target(values["next_observation"])
         chooser = module(values["next_observation"]) if self.double and module is not target else following
         return values["reward"] + values["discount"] * _chosen(following, chooser.argmax(1))
+
+    def loss(
+        self, module: nn.Module, values: Mapping[str, Tensor], targets: Tensor, weights: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The weighted loss of a batch, and the absolute error (count,) of each of its transitions, detached."""
+        chosen = _chosen(module(values["observation"]), values["action"])
+        delta = targets - chosen
+        loss = (weights * _LOSSES[self.loss_](delta)).mean()
+        return loss, delta.detach().abs()
+
+    @torch.no_grad()
+    def errors(self, module: nn.Module, values: Mapping[str, Tensor], targets: Tensor) -> Tensor:
+        """The absolute error (count,) of each transition, without gradients."""
+        return (targets - _chosen(module(values["observation"]), values["action"])).abs()
 
 
 def _chosen(values: Tensor, actions: Tensor) -> Tensor:

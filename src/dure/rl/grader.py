@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from dure.job.isolated import Isolated
 from dure.job.metrics import Metrics
 from dure.job.replica import Replica
 from dure.rl.environments import Environments, frames_per_step
@@ -39,13 +40,17 @@ class EpisodeGrader:
     ) -> None:
         self.algorithm, self.factory = algorithm, partial(_limited, factory)
         self.replica = Replica(build(seed))
+        self.replica.module.eval()
         self.streams = min(episodes, STREAMS)
         self.each = math.ceil(episodes / self.streams)
         self.epsilon, self.seed = epsilon, seed
 
     def grade(self, values: torch.Tensor, buffers: torch.Tensor | None = None) -> Metrics:
         self.replica.load(values.to(self.replica.device))
-        found = self._returns()
+        if buffers is not None:
+            self.replica.load_buffers(buffers)
+        with Isolated(False, self.seed, self.replica.device):  # a network may draw in evaluation mode, too
+            found = self._returns()
         return Metrics(None, None, {"mean_return": float(np.mean(found)), "return_std": float(np.std(found))})
 
     def _returns(self) -> Sequence[float]:

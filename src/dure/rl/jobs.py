@@ -210,7 +210,7 @@ def _check_network(network: Callable[[], nn.Module], own: nn.Module, example: to
             )
         return
     with torch.inference_mode(), explain_user_errors(f"the network, given observations {tuple(example.shape)}, raised"):
-        found = module(example)
+        found = module.eval()(example)  # an actor acts so, perhaps in one environment
     wanted = own(example).shape
     if getattr(found, "shape", None) != wanted:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""The model of a worker as a service: actors pull its parameters."""
+"""The model of a worker as a service: actors pull its parameters and buffers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
 
 class ModelService:
-    """The newest parameters of the worker at `node`, and their version: the updates that the model has had.
+    """The newest model of the worker at `node`, and its version: the updates that the model has had.
+
+    A model is its parameters, and the buffers that training changes if it has some.
 
     A worker over servers has the updates of all workers in its model. `step` counts those that it has made itself.
     """
@@ -25,12 +27,13 @@ class ModelService:
         self.node = node
         self.step = -1
         self.version = 0
-        self._values: torch.Tensor
+        self._model: tuple[torch.Tensor, ...]
         self._waiting: list[Operation[Any]] = []
 
-    def publish(self, values: torch.Tensor, step: int, version: int) -> None:
-        """Answer pulls with a copy of `values` from now on: their memory is written to before the next call."""
-        self._values, self.step, self.version = values.detach().clone(), step, version
+    def publish(self, model: Sequence[torch.Tensor], step: int, version: int) -> None:
+        """Answer pulls with a copy of `model` from now on: its memory is written to before the next call."""
+        self._model = tuple(each.detach().clone() for each in model)
+        self.step, self.version = step, version
         waiting, self._waiting = self._waiting, []
         for operation in waiting:
             operation.resolve()
@@ -44,4 +47,4 @@ class ModelService:
         while self.step < call.fields["at_least"]:
             self._waiting.append(self.node.promise(f"step {call.fields['at_least']} of the model"))
             await self._waiting[-1]
-        return Reply({"version": self.version}, (self._values.cpu(),))
+        return Reply({"version": self.version}, tuple(each.cpu() for each in self._model))

@@ -4,16 +4,21 @@ for t = 0, 1, 2, ...                                at a worker
     every `target_every` updates: theta^- <- theta
     publish theta, version v                             v: t; over servers, the updates of all workers
     keys, weights, transitions    <- sample              `prefetch` batches ahead
-    g, errors                     <- gradient of the loss at theta, with targets by theta^-
+    y                             <- targets by theta^-  in evaluation mode
+    g, errors                     <- gradient of the loss at theta, in training mode
     update(keys, errors)                                 not waited for
     the method uses g
+
+theta stands for the parameters and for the buffers that training changes, such as the running statistics of batch norm.
+Schaul et al. (2016) take the errors of the loss as priorities. The errors of a network whose outputs depend on its mode
+are those in evaluation mode, as in an actor: dropout would be noise of priorities.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,6 +27,7 @@ import torch
 from dure.core.node import Address, EndOfWork, Node, Operation, TimedWork
 from dure.errors import WorkOver
 from dure.job.gradient import Gradient
+from dure.job.isolated import Isolated, seed_of
 from dure.job.replica import Replica
 from dure.rl.messages import FOREVER, SampleTensors
 
@@ -38,8 +44,8 @@ PASSES = 5 / 3
 """Operations of a gradient, in those of forward and backward: the targets need two more forward passes."""
 
 
-TARGET = "target"
-"""The name under which a worker keeps the parameters of the target network."""
+TARGET, TARGET_BUFFERS = "target", "target buffers"
+"""The names under which a worker keeps the parameters and the buffers of the target network."""
 
 
 class _Batch(NamedTuple):
@@ -54,6 +60,7 @@ class ReplaySource:
     """Gradients of mini-batches from `replays`, which are asked in turn.
 
     `network` and `target` are replicas of the model. `flops` are the operations of forward and backward for a batch.
+    Random layers draw from (`seed`, rank, step).
     """
 
     can_stop = False
@@ -73,10 +80,15 @@ class ReplaySource:
         batch_size: int,
         flops: float,
         meter: Meter,
+        seed: int,
         outliers: OutlierFilter | None = None,
     ) -> None:
         self.node, self.algorithm, self.settings = node, algorithm, settings
         self.network, self.target = network, target
+        target.module.eval()
+        self._in_training = [each for each in network.module.modules() if each.training]
+        self._mode_matters = network.is_stochastic or bool(network.buffers_flat().numel())
+        self.seed = seed
         self.samples = SampleTensors(layout)
         self.replays, self.published = replays, model
         self.batch_size = batch_size
@@ -120,9 +132,9 @@ class ReplaySource:
     async def _gradient(self, requester: Requester) -> Gradient:
         self._copy_target(requester)
         version = _updates(requester)
-        self.published.publish(requester.params, requester.clock, version)
+        self.published.publish(_model(requester), requester.clock, version)
         while True:
-            gradient = await self._gradient_of(await self._next(version), requester.params)
+            gradient = await self._gradient_of(await self._next(version), requester)
             if self.outliers is None or self.outliers.admits(gradient.loss):
                 return gradient
 
@@ -130,11 +142,15 @@ class ReplaySource:
         """Copy the model to the target after every so many updates."""
         copies = _updates(requester) // self.settings.target_every
         if TARGET not in requester.kept or copies > requester.kept_plain[TARGET]:
-            requester.kept[TARGET] = requester.params.clone()
+            requester.kept |= {
+                name: each.clone() for name, each in zip((TARGET, TARGET_BUFFERS), _model(requester), strict=False)
+            }
             requester.kept_plain[TARGET] = copies
         if self._target is not requester.kept[TARGET]:  # copied now, or restored from a checkpoint
             self._target = requester.kept[TARGET]
             self.target.load(self._target)
+            if TARGET_BUFFERS in requester.kept:
+                self.target.load_buffers(requester.kept[TARGET_BUFFERS])
 
     async def _mean_gradient(self, requester: Requester) -> Gradient:
         """All workers end their work in the step in which the first has no batch left."""
@@ -146,8 +162,10 @@ class ReplaySource:
         assert gradient is not None
         return gradient.with_values(await requester.group.mean(gradient.values))
 
-    async def _gradient_of(self, batch: _Batch, params: torch.Tensor) -> Gradient:
-        work = TimedWork(partial(self._compute, batch.tensors, params), self.settings.update_seconds, self.flops)
+    async def _gradient_of(self, batch: _Batch, requester: Requester) -> Gradient:
+        seed = seed_of(self.seed, requester.rank, requester.clock)
+        compute = partial(self._compute, batch.tensors, _model(requester), seed)
+        work = TimedWork(compute, self.settings.update_seconds, self.flops)
         started = self.node.now()
         gradient, errors = await self.node.compute(work)
         self.meter.add("compute", started, self.node.now())
@@ -155,18 +173,37 @@ class ReplaySource:
             self.node.call(batch.replay, "update", batch.tensors["keys"], errors)
         return gradient  # type: ignore[no-any-return]
 
-    def _compute(self, tensors: Mapping[str, torch.Tensor], params: torch.Tensor) -> tuple[Gradient, torch.Tensor]:
-        """The gradient at `params`, and the absolute TD errors."""
-        network, device = self.network, self.network.device
-        network.load(params)
+    def _compute(
+        self, tensors: Mapping[str, torch.Tensor], model: Sequence[torch.Tensor], seed: int
+    ) -> tuple[Gradient, torch.Tensor]:
+        """The gradient at `model`, and the absolute TD errors."""
+        network, algorithm, device = self.network, self.algorithm, self.network.device
+        network.load(model[0])
+        for buffers in model[1:]:
+            network.load_buffers(buffers)
         network.zero_grad()
         values = {name: tensor.to(device) for name, tensor in tensors.items()}
-        with torch.enable_grad():
-            loss, errors = self.algorithm.loss(network.module, self.target.module, values, values["weights"])
+        with Isolated(False, seed, device):
+            with self._evaluating():
+                targets = algorithm.targets(network.module, self.target.module, values)
+                evaluated = algorithm.errors(network.module, values, targets) if self._mode_matters else None
+            loss, errors = algorithm.loss(network.module, values, targets, values["weights"])
             loss.backward()  # type: ignore[no-untyped-call]
         network.check()
-        gradient = Gradient(network.grads.clone(), float(loss.detach()), self.batch_size)
-        return gradient, errors.detach().float().cpu()
+        after = network.buffers_flat() if model[1:] else None
+        gradient = Gradient(network.grads.clone(), float(loss.detach()), self.batch_size, after)
+        return gradient, (errors if evaluated is None else evaluated).detach().float().cpu()
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Run a block with the network in evaluation mode."""
+        for part in self._in_training:
+            part.training = False
+        try:
+            yield
+        finally:
+            for part in self._in_training:
+                part.training = True
 
     # ---- samples
 
@@ -193,6 +230,11 @@ class ReplaySource:
         into, tensors = self.samples.room(self.batch_size)
         fields: dict[str, Any] = {"count": self.batch_size, "beta": self.settings.beta, "version": version}
         return _Batch(replay, self.node.call(replay, "sample", into=into, timeout=FOREVER, **fields), tensors)
+
+
+def _model(requester: Requester) -> Sequence[torch.Tensor]:
+    """The parameters of the worker's model, and its buffers if training changes some."""
+    return (requester.params,) if requester.buffers is None else (requester.params, requester.buffers)
 
 
 def _updates(requester: Requester) -> int:
