@@ -187,6 +187,19 @@ def test_a_finished_run_can_be_given_more_steps(strategy, tmp_path):
     assert facts(resumed) == facts(longer)
 
 
+@pytest.mark.parametrize("strategy", ["bsp collective", "ssp ps:shards=2", PIPELINES[0]])
+def test_a_checkpoint_stands_at_the_last_step_where_one_is_due(strategy, tmp_path):
+    """The run is reported again as it was, and extended to the run that was longer from the start."""
+    options: dict[str, Any] = {"strategy": strategy, "on": cluster(), "checkpoint_every": 4, "eval_every": 3}
+    job = stage_jobs.normed()
+    longer = dure.train(job, out=tmp_path / "longer", steps=8, **options)
+    short = dure.train(job, out=tmp_path / "run", steps=4, **options)
+    for expected, steps in ((short, None), (longer, 8)):
+        resumed = dure.train(job, on=options["on"], resume=tmp_path / "run", **({"steps": steps} if steps else {}))
+        assert facts(resumed) == facts(expected)
+        assert list(resumed.history) == list(expected.history)
+
+
 # ---- what is carried over: a run without checkpoints, where stopping does not change the order of things
 
 

@@ -17,7 +17,7 @@ from dure.runtime.virtual.compute import Constant
 
 TWO = Cluster(machines=(Machines(count=2, compute=Constant(seconds=0.01)),))
 SLOW = Cluster(machines=(Machines(count=2, compute=Constant(seconds=0.03)),))
-OPTIONS = {"steps": 4, "checkpoint_every": 2}
+OPTIONS = {"steps": 3, "checkpoint_every": 2}
 
 
 @pytest.fixture(scope="module")

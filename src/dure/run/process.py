@@ -391,8 +391,7 @@ class WorkerProcess(RunProcess):
     # ---- checkpoints
 
     def _suspend_due(self, worker: Worker) -> bool:
-        due = self.next_checkpoint <= worker.clock < self.setup.steps
-        return due or self.suspending
+        return self.suspending or worker.clock >= self.next_checkpoint
 
     def _suspend_now(self, step: int) -> None:
         """Another worker has reached the scheduled clock `step`: stop at the next step boundary."""

@@ -428,7 +428,7 @@ class VirtualSegment:
 
     def _suspend(self, worker: Worker) -> bool:
         """Whether a checkpoint is due for `worker`, at its step boundary."""
-        due = worker.clock >= self.checkpoint_step and worker.clock < self.setup.steps
+        due = worker.clock >= self.checkpoint_step
         if self.setup.lockstep:
             return due
         if due and not self.suspending:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from dure.job.optimizer import Clipped, FlatOptimizer
+from dure.partition.source import StageSource
 from dure.run.checkpoint import fitting
 from dure.sync import saved
 from dure.sync.worker import Worker
@@ -50,6 +51,8 @@ def build_worker(run: Setup, node: Node, number: int, meter: Meter, *, start: in
         merge_buffers=setup.delivery.merge_buffers,
         number=number,
     )
+    if isinstance(worker.source, StageSource):
+        worker.source.stage.requester = worker  # its figures are read also where no step is left
     if worker.buffers is None and run.model.buffers is not None:
         worker.buffers = torch.empty(0, dtype=torch.float64)  # of a stage without any, in a model with some
     topology = setup.topology
