@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.flood import flood, sockets_of
 from support.raw_caller import frame
 from support.real_runs import Trial, configured
 
@@ -100,13 +101,13 @@ def attack(run, ports, store, folder):
             found["store"] = b"reached"
         except OSError as error:
             found["store"] = error.strerror.encode()
-    return found
+    return {key: said.decode("latin1") for key, said in found.items()}
 
 
 class Attacker:
-    """A child process of another user; `found` once it has ended."""
+    """A child process of another user, which runs `attack` on what it knows; `found` once it has ended."""
 
-    def __init__(self, *known):
+    def __init__(self, attack, *known):
         self._read, write = os.pipe()
         self.found = None
         self._said = b""
@@ -119,8 +120,7 @@ class Attacker:
                 os.setgroups([])
                 os.setgid(NOBODY)
                 os.setuid(NOBODY)
-                found = {key: said.decode("latin1") for key, said in attack(*known).items()}
-                os.write(write, json.dumps(found).encode())
+                os.write(write, json.dumps(attack(*known)).encode())
                 status = 0
             except BaseException:  # noqa: BLE001  (this process is the test's own)
                 traceback.print_exc()
@@ -138,7 +138,7 @@ class Attacker:
             if not piece:
                 os.close(self._read)
                 os.waitpid(self.pid, 0)
-                self.found = {key: said.encode("latin1") for key, said in json.loads(self._said).items()}
+                self.found = json.loads(self._said)
         return self.found is not None
 
 
@@ -185,7 +185,7 @@ class Observed:
             return
         ports = {"driver": driver.address[1], **{name: port for name, (_, port) in driver.roster.places.items()}}
         store = driver.store and driver.store.place[0]
-        attacker = self.attacker = Attacker(driver.run_name, ports, store, self._victim)
+        attacker = self.attacker = Attacker(attack, driver.run_name, ports, store, self._victim)
         all_finished = driver._all_finished
         driver._all_finished = lambda: attacker.ended() and all_finished()
 
@@ -204,7 +204,7 @@ def runs(request, fork_server, tmp_path_factory):
 
 @needs_root
 def test_all_forged_actions_are_refused_and_hear_nothing_of_the_run(runs):
-    found = runs[1].attacker.found
+    found = {what: said.encode("latin1") for what, said in runs[1].attacker.found.items()}
     ports = runs[1].trial.driver.roster.places
     assert found["unix socket"] == b"", "the system tells that its user is another"
     driver = runs[1].trial.driver
@@ -236,14 +236,14 @@ def test_an_attacked_run_has_the_result_of_an_undisturbed_one(runs):
 
 @needs_root
 def test_the_store_of_the_collectives_is_out_of_reach(runs):
-    reached = runs[1].attacker.found.get("store", b"")
+    reached = runs[1].attacker.found.get("store", "")
     assert bool(reached) == runs[1].trial.setup.topology.uses_engine
-    assert reached in (b"", b"Permission denied", b"No such file or directory")
+    assert reached in ("", "Permission denied", "No such file or directory")
 
 
 def test_nothing_listens_but_on_the_loopback(runs):
     loopback = ("0100007F", "0000000000000000FFFF00000100007F")
-    assert len(runs[0].addresses) >= 4
+    assert len(runs[0].addresses) >= 3
     assert [each for each in runs[0].addresses if each[1] not in loopback] == []
 
 
@@ -257,3 +257,31 @@ def test_the_key_is_in_no_argument_no_variable_and_no_file(runs, capfd):
         assert key not in text
         assert key.hex().encode() not in text
     assert key.hex() not in repr(run.trial.driver.credentials)
+
+
+@needs_root
+@pytest.mark.parametrize(
+    ("seconds", "steps", "floods"), [(3.0, 150, 1), pytest.param(60.0, 6000, 3, marks=pytest.mark.soak)]
+)
+@pytest.mark.timeout(900)
+def test_a_flood_of_garbage_makes_no_process_look_frozen(seconds, steps, floods, fork_server, caplog):
+    """Two processes of another user fill whatever buffer they reach, while the run goes on."""
+    for _ in range(floods):
+        attackers = []
+
+        def act(trial, attackers=attackers):
+            if attackers or min(map(trial.driver.steps, trial.driver.roster.workers)) < 10:
+                return
+            targets = sockets_of([os.getpid(), *trial.pids()])
+            attackers += [Attacker(flood, targets, seconds) for _ in range(2)]
+            all_finished = trial.driver._all_finished
+            trial.driver._all_finished = lambda: sum(each.ended() for each in attackers) == 2 and all_finished()
+
+        options = {"workers": 2, "steps": steps, "frozen_after": 6.0}
+        trial = Trial(configured("waits_now_and_then", "downpour ps", **options))
+        outcome = trial.run(act, fork_server=fork_server)
+        assert min(each.found["tcp"] for each in attackers) > 100, "nothing was flooded"
+        assert {each.found["udp"] for each in attackers} == {0}, "a datagram of anybody reaches the run"
+        assert "frozen" not in caplog.text
+        assert (outcome.notes["deaths"], outcome.notes["evicted"], outcome.notes["unfinished"]) == ({}, {}, {})
+        assert {said["done"] for said in trial.driver.roster.finished.values()} == {steps}

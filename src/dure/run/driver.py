@@ -110,7 +110,7 @@ class Driver:
         address = interface or "127.0.0.1"
         self.address = (address, self.node.wire.listen(address))
         self.store = EngineStore(interface, setup.workers) if setup.topology.uses_engine else None
-        self.liveness = LivenessMonitor(address, LivenessLimits.of(setup.config), lambda: launcher.processes)
+        self.liveness = LivenessMonitor(launcher.beats, LivenessLimits.of(setup.config), lambda: launcher.processes)
         self._compose()
         self.last_checkpoint = LastCheckpoint(
             self.checkpoints, self.registration.begun, interruption or Interruption(), setup.config.grace
@@ -349,7 +349,6 @@ class Driver:
         self.history.evaluator.abandon()
         self.node.wire.close(CLOSE_SECONDS if self.roster.dismissed else 0.1)
         self.node.loop.end()
-        self.liveness.close()
         if self.store is not None:
             self.store.close()
 

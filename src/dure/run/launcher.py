@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from dure.runtime.heartbeat import BeatPipe
 
 
 class Launcher(Protocol):
@@ -12,6 +15,11 @@ class Launcher(Protocol):
     @property
     def exited(self) -> Mapping[str, int]:
         """Exit statuses by name, negative for a signal."""
+        ...
+
+    @property
+    def beats(self) -> BeatPipe:
+        """The pipe through which the heartbeats of all processes come."""
         ...
 
     @property

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dure.runtime.heartbeat import PERIOD_SECONDS, Receiver, Silence
+from dure.runtime.heartbeat import PERIOD_SECONDS, BeatPipe, Silence
 from dure.runtime.launch.fork_server import LOADER as FORK_SERVER
 from dure.runtime.launch.process_state import cpu_seconds, is_stopped
 
@@ -52,36 +52,36 @@ class LivenessLimits(NamedTuple):
 
 
 class LivenessMonitor:
-    """Receives the heartbeats of a run's processes on `interface`.
+    """Receives the heartbeats of a run's processes through `beats`, the pipe of their launcher.
 
     `pids` gives the numbers of the processes on this machine, with that of the fork server. A process is monitored from
     its first heartbeat on, and a process of this machine from its start.
     """
 
-    def __init__(self, interface: str, limits: LivenessLimits, pids: Callable[[], Mapping[str, int]]) -> None:
+    def __init__(self, beats: BeatPipe, limits: LivenessLimits, pids: Callable[[], Mapping[str, int]]) -> None:
         self.limits = limits
         self._pids = pids
-        self._receiver = Receiver(interface)
+        self._beats = beats
         self._silence = Silence()
         self._idle = Silence()
         self._clocks: dict[str, int] = {}
         self._computed: dict[str, float] = {}
         self._named: dict[str, str] = {}
 
-    def admit(self, name: str) -> list[object]:
-        """Monitor a new incarnation of a process; returns host, port, token and seconds for its heartbeats, as JSON."""
+    def admit(self, name: str) -> list[Any]:
+        """Monitor a new incarnation of a process; returns the `heartbeat` of its `LaunchSpec`."""
         for tracked in (self._silence, self._idle):
             tracked.forget(name)
         for known in (self._clocks, self._computed, self._named):
             known.pop(name, None)
         period = min(PERIOD_SECONDS, self.limits.frozen_after / SENT)
-        return [*self._receiver.address, self._receiver.token(name), period]
+        return [self._beats.sink, self._beats.admit(name), period]
 
     def look(self, watched: Collection[str]) -> None:
         """Receive heartbeats, and count the time of the `watched` processes that sent none."""
         self._silence.pass_time()
         self._idle.pass_time()
-        for name, clock, waiting in self._receiver.received():
+        for name, clock, waiting in self._beats.received():
             self._hear(name)
             if waiting or self._clocks.get(name) != clock:
                 self._idle.heard(name)
@@ -99,9 +99,6 @@ class LivenessMonitor:
     def described(self, watched: Sequence[str]) -> str:
         """The frozen and slow processes in words, for the progress line; empty if there are none."""
         return ", ".join(f"{name} {state}" for name in watched if (state := self._named.get(name)))
-
-    def close(self) -> None:
-        self._receiver.close()
 
     def _hear(self, name: str) -> None:
         self._silence.heard(name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,8 @@ from dure.run import checkpoint
 from dure.run.companion_process import CompanionProcess
 from dure.run.devices import CPU
 from dure.run.process import FaultSettings, RunProcess, ServerProcess, WorkerProcess
-from dure.runtime.heartbeat import Heartbeat
+from dure.runtime.heartbeat import Heartbeat, put
+from dure.runtime.launch.monitor import HeartbeatCaller
 from dure.runtime.process.node import ProcessNode
 from dure.runtime.wire import Credentials, Identity
 
@@ -34,7 +36,9 @@ class LaunchSpec:
     """The start values of a process: its `name` in `run`, the address of the `driver`, a checkpoint to `resume`.
 
     `credentials` are the run's, as plain values. They come through a pipe: no argument or environment variable has
-    them. `heartbeat` is a result of `LivenessMonitor.admit`; a process without it sends no heartbeats.
+    them. `heartbeat` is a result of `LivenessMonitor.admit`: the way of heartbeats, the number of this
+    incarnation, and the seconds of a period. The way is an inherited pipe, or the address of rank 0's monitor. A
+    process without it sends no heartbeats.
     """
 
     name: str
@@ -88,13 +92,24 @@ def main(setup: Setup, spec: LaunchSpec, check: Callable[[], None] = nothing) ->
     process = PROCESSES.get(kind, CompanionProcess)(setup, node, spec.fault_settings)
     with ExitStack() as stack:
         if spec.heartbeat:
-            host, heard_at, token, period = spec.heartbeat
-            beating = Heartbeat((host, heard_at), token, lambda: (process.steps, node.loop.waiting), period)
-            stack.callback(beating.stop)
+            _beat(stack, spec, credentials, lambda: (process.steps, node.loop.waiting))
         parts = checkpoint.load(Path(spec.resume)).parts if spec.resume is not None else {}
         node.loop.run_until(node.spawn(process.live((spec.interface, port), parts), spec.name))
         node.wire.close()
         node.loop.end()
+
+
+def _beat(stack: ExitStack, spec: LaunchSpec, credentials: Credentials, state: Callable[[], tuple[int, bool]]) -> None:
+    """Send heartbeats until `stack` closes."""
+    way, number, period = spec.heartbeat
+    send: Callable[[int, bool], None]
+    if isinstance(way, int):
+        send = partial(put, way, number)
+    else:
+        caller = HeartbeatCaller(spec.name, way, credentials)
+        stack.callback(caller.wire.close, 0.1)
+        send = lambda clock, waiting: caller.send("beat", period / 2, number=number, clock=clock, waiting=waiting)  # noqa: E731
+    stack.callback(Heartbeat(send, state, period).stop)
 
 
 def take(device: str) -> None:

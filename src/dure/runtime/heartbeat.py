@@ -1,20 +1,21 @@
-"""Heartbeats: a thread of each process sends an observer a datagram once a second while the process runs.
+"""Heartbeats: a thread of each process sends its observer a beat once a second while the process runs.
 
-    worker, server ── datagram (token, clock, waiting) ──> `Receiver` of the launcher
+    process of the launcher's machine ── number, clock, waiting ──> `BeatPipe` of the launcher
+    process of another machine ── the same ── connection of its own ──> monitor of rank 0 ── the same ──> `BeatPipe`
 
 A process that is stopped (SIGSTOP, a debugger, a failed machine) sends none. During a computation, `time.sleep` and a
 loop in Python the thread can send. During native code that keeps the interpreter's lock it cannot: on the observer's
 machine `process_state.cpu_seconds` distinguishes such code from a stopped process.
 
-A token is random and belongs to one incarnation of one process, which gets it at its start. A datagram with another
-token is ignored.
+No other user can write to a pipe, or fill it. A beat waits behind no other message, and is dropped where the pipe is
+full: the next one follows in a second. The number belongs to one incarnation of one process.
 """
 
 from __future__ import annotations
 
 import contextlib
-import secrets
-import socket
+import itertools
+import os
 import struct
 import threading
 import time
@@ -27,7 +28,7 @@ PERIOD_SECONDS = 1.0
 LONGEST_GAP_SECONDS = 2.0
 """Longest silence that one look can add: an observer that looks later was stopped itself."""
 
-_DATAGRAM = struct.Struct("!16sq?")
+_BEAT = struct.Struct("!QQ?")  # far below PIPE_BUF: a pipe takes all of it or nothing
 
 
 class Beat(NamedTuple):
@@ -39,69 +40,67 @@ class Beat(NamedTuple):
 
 
 class Heartbeat:
-    """Sends the heartbeats of this process to `address`, one in `period` seconds, until `stop`.
+    """Calls `send` on a thread of its own, once in `period` seconds, until `stop`.
 
-    `state` is called on a thread of its own and gives the clock, and whether the process waits for others.
+    `send` gets the clock, and whether the process waits for others: the result of `state`. It returns within `period`.
     """
 
-    def __init__(
-        self, address: tuple[str, int], token: str, state: Callable[[], tuple[int, bool]], period: float
-    ) -> None:
-        self._token = bytes.fromhex(token)
-        self._period = period
+    def __init__(self, send: Callable[[int, bool], None], state: Callable[[], tuple[int, bool]], period: float) -> None:
+        self._send = send
         self._state = state
+        self._period = period
         self._stopped = threading.Event()
-        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        self._socket = socket.socket(family, socket.SOCK_DGRAM)
-        self._socket.setblocking(False)
-        with contextlib.suppress(OSError):  # a connected socket receives from the observer only
-            self._socket.connect(address)
-        self._thread = threading.Thread(target=self._send, name="dure heartbeat", daemon=True)
+        self._thread = threading.Thread(target=self._beat, name="dure heartbeat", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
         """Stop sending."""
         self._stopped.set()
         self._thread.join(PERIOD_SECONDS)
-        self._socket.close()
 
-    def _send(self) -> None:
+    def _beat(self) -> None:
         while not self._stopped.is_set():
-            with contextlib.suppress(OSError):  # a datagram may be lost; the next follows in a second
-                self._socket.send(_DATAGRAM.pack(self._token, *self._state()))
-            self._stopped.wait(self._period)
+            due = time.monotonic() + self._period
+            self._send(*self._state())
+            self._stopped.wait(max(0.0, due - time.monotonic()))
 
 
-class Receiver:
-    """Receives heartbeats on a port of `interface`, from processes that have a token."""
+class BeatPipe:
+    """A pipe that carries the heartbeats of all processes of a launcher; they inherit its end `sink`.
 
-    def __init__(self, interface: str) -> None:
-        family = socket.AF_INET6 if ":" in interface else socket.AF_INET
-        self._socket = socket.socket(family, socket.SOCK_DGRAM)
-        self._socket.bind((interface, 0))
-        self._socket.setblocking(False)
-        self.address: tuple[str, int] = (interface, self._socket.getsockname()[1])
-        self._names: dict[bytes, str] = {}
+    The pipe outlives the incarnations of processes: a beat of an earlier one is ignored.
+    """
 
-    def token(self, name: str) -> str:
-        """Make a token, in hexadecimal, for the process `name`. Its earlier token becomes invalid."""
-        self._names = {token: other for token, other in self._names.items() if other != name}
-        token = secrets.token_bytes(16)
-        self._names[token] = name
-        return token.hex()
+    def __init__(self) -> None:
+        self._source, self.sink = os.pipe()
+        for end in (self._source, self.sink):
+            os.set_blocking(end, False)
+        self._names: dict[int, str] = {}
+        self._numbers = itertools.count()
+
+    def admit(self, name: str) -> int:
+        """Return the number of a new incarnation of the process `name`. Its earlier number becomes invalid."""
+        number = next(self._numbers)
+        self._names = {other: known for other, known in self._names.items() if known != name} | {number: name}
+        return number
 
     def received(self) -> Iterator[Beat]:
         """Yield the heartbeats that have arrived since the last call."""
         with contextlib.suppress(BlockingIOError):
             while True:
-                datagram = self._socket.recv(_DATAGRAM.size + 1)
-                if len(datagram) == _DATAGRAM.size:
-                    token, clock, waiting = _DATAGRAM.unpack(datagram)
-                    if token in self._names:
-                        yield Beat(self._names[token], clock, waiting)
+                for number, clock, waiting in _BEAT.iter_unpack(os.read(self._source, _BEAT.size << 10)):
+                    if number in self._names:
+                        yield Beat(self._names[number], clock, waiting)
 
     def close(self) -> None:
-        self._socket.close()
+        os.close(self._source)
+        os.close(self.sink)
+
+
+def put(sink: int, number: int, clock: int, waiting: bool) -> None:
+    """Write a heartbeat to the end `sink` of a `BeatPipe`; drop it if the pipe is full, or its reader has ended."""
+    with contextlib.suppress(OSError):
+        os.write(sink, _BEAT.pack(number, clock, waiting))
 
 
 class Silence:
@@ -118,6 +117,11 @@ class Silence:
 
     def __contains__(self, name: str) -> bool:
         return name in self._seconds
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The processes that have shown a sign."""
+        return tuple(self._seconds)
 
     def heard(self, name: str) -> None:
         """Reset the silence of a process that has shown that it runs. The first call starts the count."""

@@ -100,7 +100,7 @@ def attach(
         rank = rendezvous.place.rank
         node = ProcessNode(Identity(run, f"worker {rank}", rank), credentials, device=replica.device)
         undo.callback(node.wire.close)
-        monitor = RankMonitor(rendezvous, frozen_after)
+        monitor = RankMonitor(rendezvous, credentials, frozen_after)
         undo.callback(monitor.close)
         node.loop.check = monitor.check
         name = f"{type(model).__name__} (model {mine.number}, attached at {Path(caller.filename).name}:{caller.lineno})"

@@ -19,6 +19,7 @@ import socket
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,7 @@ from dure.run.driver import Driver
 from dure.run.process_main import LaunchSpec
 from dure.run.process_main import main as be_member
 from dure.run.resolve import resolve
+from dure.runtime.heartbeat import put
 from dure.runtime.launch.fork_server import ForkServer
 from dure.runtime.launch.monitor import RankMonitor
 from dure.runtime.launch.relay import relayed
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
     from dure.run.outcome import Outcome
     from dure.run.prebuilt import Prebuilt
     from dure.run.setup import Setup
+    from dure.runtime.heartbeat import BeatPipe
 
 RUN_SECONDS = 10.0 * 24 * 3600
 """Time limit of a rank that has finished for the record from rank 0."""
@@ -115,12 +118,12 @@ def _lead(
         (folder.parent / LAUNCH).write_text(rendezvous.place.launch, encoding="utf-8")
     credentials = credentials_of(rendezvous, setup.config.key_file, setup.config.integrity)
     with ExitStack() as stack:
-        stack.callback(
-            RankMonitor(rendezvous, setup.config.frozen_after, ranks=()).close
-        )  # gives heartbeats to the other ranks
         fork_server = stack.enter_context(ForkServer())
+        beat = partial(put, fork_server.beats.sink)
+        monitor = RankMonitor(rendezvous, credentials, setup.config.frozen_after, beat)
+        stack.callback(monitor.close)
         fork_server.load(setup.plain())
-        ranks = RankLauncher(fork_server, rendezvous)
+        ranks = RankLauncher(fork_server, rendezvous, monitor)
         interface = rendezvous.place.interface
         driver = Driver(setup, callbacks, ranks, folder=folder, interface=interface, credentials=credentials)
         stack.callback(driver.close)
@@ -147,9 +150,15 @@ def _devices(rendezvous: Rendezvous, setup: Setup) -> list[str]:
 class RankLauncher:
     """A launcher that starts the processes of rank 0, and has the other ranks start theirs."""
 
-    def __init__(self, fork_server: ForkServer, rendezvous: Rendezvous) -> None:
+    def __init__(self, fork_server: ForkServer, rendezvous: Rendezvous, monitor: RankMonitor) -> None:
         self._fork_server = fork_server
         self._meeting = rendezvous
+        self._monitor = monitor
+
+    @property
+    def beats(self) -> BeatPipe:
+        """Heartbeats of the processes of rank 0, and those that its monitor passes on."""
+        return self._fork_server.beats
 
     @property
     def exited(self) -> Mapping[str, int]:
@@ -170,7 +179,8 @@ class RankLauncher:
             self._fork_server.start(name, interface=self._meeting.place.interface, **arguments)
         else:
             del arguments["credentials"]  # each rank has them; they must not be in the store
-            self._meeting.put(f"start {name}", arguments)
+            _, *counted = arguments["heartbeat"]
+            self._meeting.put(f"start {name}", {**arguments, "heartbeat": [self._monitor.address, *counted]})
 
     def look(self) -> None:
         self._fork_server.look()
@@ -187,12 +197,10 @@ def _follow(config: TrainConfig, rendezvous: Rendezvous, setup: Setup) -> Run:
     rank = rendezvous.place.rank
     _check_companions(setup)
     rendezvous.put(f"device {rank}", [setup.devices[rank], socket.gethostname()])
-    mine: dict[str, Any] = {
-        "interface": rendezvous.place.interface,
-        "credentials": credentials_of(rendezvous, config.key_file, config.integrity).plain(),
-    }
+    credentials = credentials_of(rendezvous, config.key_file, config.integrity)
+    mine: dict[str, Any] = {"interface": rendezvous.place.interface, "credentials": credentials.plain()}
     with ExitStack() as stack:
-        monitor = RankMonitor(rendezvous, config.frozen_after, ranks=[0])  # the driver there monitors all others
+        monitor = RankMonitor(rendezvous, credentials, config.frozen_after)
         stack.callback(monitor.close)
         _start_others(setup, rendezvous, stack, mine)
         given = rendezvous.get(f"start worker {rank}")

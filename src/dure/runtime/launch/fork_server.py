@@ -13,7 +13,8 @@ its children. When the fork server ends, the system kills its children (Linux); 
 other end only the launcher holds. Each child leads a process group: processes that the user's code starts in it, as a
 DataLoader does, are killed after the end of the child, unless they make a group of their own.
 
-Requests and answers are JSON lines on two pipes of their own. Standard input is empty in the fork server and its
+Requests and answers are JSON lines on two pipes of their own. Heartbeats of all children go through one more pipe from
+them to the launcher (`heartbeat.BeatPipe`). Standard input is empty in the fork server and its
 children. The fork server reads the output of its children and writes it to the launcher's standard error, each line
 after the name of its process (`relay`). Output of the job while the fork server loads it goes to a file, and is passed
 on when the job is loaded.
@@ -37,6 +38,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from dure.errors import DureError
+from dure.runtime.heartbeat import BeatPipe
 from dure.runtime.launch import relay
 from dure.runtime.launch.sentinel import watch
 
@@ -58,11 +60,13 @@ _PR_SET_PDEATHSIG = 1
 class Ends(NamedTuple):
     """Descriptors of a fork server that lead to its launcher.
 
-    `life` is a pipe that the launcher alone can write to; `requests` and `answers` carry JSON lines; `shown` is the
-    launcher's standard error; `output` is the file of the fork server's own output, its standard output and error.
+    `life` is a pipe that the launcher alone can write to; children keep it, and `beats`, the pipe of their heartbeats.
+    `requests` and `answers` carry JSON lines; `shown` is the launcher's standard error; `output` is the file of the
+    fork server's own output, its standard output and error.
     """
 
     life: int
+    beats: int
     requests: int
     answers: int
     shown: int
@@ -72,7 +76,8 @@ class Ends(NamedTuple):
 class ForkServer:
     """The launcher's interface: starts processes, reports their exits, and ends all of them. A context manager.
 
-    `exited` maps names to exit statuses, negative for the signal that ended them.
+    `exited` maps names to exit statuses, negative for the signal that ended them. `beats` carries the heartbeats of the
+    processes; its end `sink` has the same number in each of them.
     """
 
     def __init__(self) -> None:
@@ -86,8 +91,9 @@ class ForkServer:
         requests, self._requests = os.pipe()
         self._answers, answers = os.pipe()
         os.set_blocking(self._answers, False)
+        self.beats = BeatPipe()
         shown = os.dup(relay.STDERR)
-        ends = Ends(life, requests, answers, shown, self._output.fileno())
+        ends = Ends(life, self.beats.sink, requests, answers, shown, self._output.fileno())
         self._process = subprocess.Popen(
             [sys.executable, "-m", PROGRAM, *map(str, ends)],
             stdin=subprocess.DEVNULL,
@@ -102,7 +108,7 @@ class ForkServer:
                 "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
             },
         )
-        for end in ends[:-1]:
+        for end in (life, requests, answers, shown):
             os.close(end)
 
     def load(self, setup: Mapping[str, Any]) -> None:
@@ -174,6 +180,7 @@ class ForkServer:
             self._kill_groups()
         os.close(self._sentinel)
         os.close(self._answers)
+        self.beats.close()
         self._output.close()
 
     def __enter__(self) -> ForkServer:
@@ -315,7 +322,7 @@ class _ForkLoop:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for descriptor in (relay.STDOUT, relay.STDERR):
             os.dup2(sink, descriptor)
-        for descriptor in (source, sink, self.ended, self.tell, *self.outputs, *self.ends[1:]):
+        for descriptor in (source, sink, self.ended, self.tell, *self.outputs, *self.ends[2:]):
             os.close(descriptor)
         watch(self.ends.life)
         if sys.platform == "linux":

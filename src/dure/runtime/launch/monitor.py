@@ -1,27 +1,39 @@
-"""Heartbeats of the ranks of an attached model: notes in the store of the rendezvous.
+"""Heartbeats between ranks: each has a connection to rank 0 for them alone, which asks for the key of the run.
 
-    rank r, a thread of its own    alive r = number, reason ──>  store  <── the other ranks read it once a second
+    rank r               ── alive: reason ─────────────────────> rank 0
+    worker r, server s   ── beat: number, clock, waiting ──────> rank 0 ──> `BeatPipe` of the launcher
+                         <── reason ──
 
-A rank whose note does not change for a long time is frozen or has failed. A rank that notices this, or a stopped server
-process on its machine, adds the reason to its own note, so that all ranks end with the same message. A rank that ends
-writes a last note.
+Rank 0 notices other ranks that are silent for a long time: they are frozen or have failed. The others notice rank 0.
+Each notices stopped server processes on its machine. The first reason reaches all ranks with a heartbeat or its reply,
+so that all ranks end with the same message. A rank that ends closes its connection in good order.
+
+A connection carries no tensors, so a heartbeat does not wait for them, and no other process can displace it.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
-from collections.abc import Callable, Collection, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from dure.errors import PeerLost
+from dure.core.node import Reply
+from dure.core.protocol import COUNT, NODES, TEXT, TRUTH, Method, check
+from dure.errors import PeerLost, Refused, RemoteError
 from dure.runtime.heartbeat import PERIOD_SECONDS, Silence
 from dure.runtime.launch.process_state import is_stopped
+from dure.runtime.wire import Identity, Request, Wire
 
 if TYPE_CHECKING:
+    from dure.core.node import Call, TensorSpec
     from dure.runtime.launch.rendezvous import Rendezvous
+    from dure.runtime.wire import Credentials, HostCallbacks, Loss, Respond
+
+JOB = "heartbeats"
+"""Name of the service, of its job on the wire, and of the note with its address."""
 
 NAMED = 3
 """A silent rank is logged after this part (one third) of the time after which it ends the training."""
@@ -29,36 +41,96 @@ NAMED = 3
 STORE = "the store where the ranks meet, and so rank 0 or torchrun's agent,"
 """Name of the frozen processes if the store does not answer."""
 
+RANK_0 = "rank 0"
+
+CONNECT_SECONDS = 5.0
+"""Time limit of one greeting; the next heartbeat repeats it."""
+
+CLOSE_SECONDS = 0.5
+"""Time limit for the other ends to close their connections."""
+
 log = logging.getLogger("dure")
 
 
-class RankMonitor:
-    """Writes this rank's heartbeats to the store of `rendezvous`, and reads those of the others, until `close`.
+class HeartbeatCaller:
+    """The connection of the process `name` to rank 0's monitor at `address`. One thread at a time may use it.
 
-    `check` raises `PeerLost` once one of `ranks` (default: all), or the process of a server, has been silent for
-    `frozen_after` seconds. `servers` gives the ids of the server processes that this rank has started. `reachable`:
-    the store answers.
+    `heard` gets the fields of each reply. A heartbeat is dropped while the connection opens, or the last has no reply.
     """
 
-    def __init__(self, rendezvous: Rendezvous, frozen_after: float, ranks: Collection[int] | None = None) -> None:
-        place = rendezvous.place
-        watched = range(place.world_size) if ranks is None else ranks
+    def __init__(
+        self,
+        name: str,
+        address: Sequence[Any],
+        credentials: Credentials,
+        heard: Callable[[Mapping[str, Any]], None] = lambda fields: None,
+        host: HostCallbacks | None = None,
+    ) -> None:
+        self.wire = Wire(Identity(JOB, name), host, credentials=credentials)
+        self._host, self._port = address
+        self._heard = heard
+        self._busy = False
+
+    def send(self, method: str, seconds: float, **fields: Any) -> None:
+        """Send a heartbeat, and wait up to `seconds` for its reply."""
+        deadline = time.monotonic() + seconds
+        if not self._busy:
+            self._busy = True
+            if self.wire.connected(RANK_0):
+                self.wire.call(RANK_0, Request(JOB, method, fields=fields), self._replied)
+            else:
+                self._open()
+        while self._busy and (left := deadline - time.monotonic()) > 0:
+            self.wire.poll(left)
+
+    def _open(self) -> None:
+        try:
+            self.wire.open(RANK_0, self._host, self._port, self._replied, CONNECT_SECONDS)
+        except RemoteError as error:
+            self._replied(error)
+
+    def _replied(self, answer: Reply | RemoteError | None) -> None:
+        self._busy = False
+        if isinstance(answer, Reply):
+            self._heard(answer.fields)
+
+
+class RankMonitor:
+    """Exchanges heartbeats with the other ranks of `rendezvous`, until `close`. All ranks make one at the same time.
+
+    `check` raises `PeerLost` once a rank, or the process of a server, has been silent for `frozen_after` seconds.
+    Rank 0 judges the other ranks, unless a driver does so: it gets their heartbeats by `beat`. `servers` gives the ids
+    of the server processes that this rank has started. `address`: where rank 0 listens. `reachable`: the store answers.
+    """
+
+    protocol: ClassVar[Mapping[str, Method]] = {
+        "alive": Method(fields={"reason": TEXT}),
+        "beat": Method(NODES, {"number": COUNT, "clock": COUNT, "waiting": TRUTH}),
+    }
+
+    def __init__(
+        self,
+        rendezvous: Rendezvous,
+        credentials: Credentials,
+        frozen_after: float,
+        beat: Callable[[int, int, bool], None] | None = None,
+    ) -> None:
         self.servers: Callable[[], Mapping[str, int]] = dict
         self.reachable = True
+        self._beat = beat
         self._frozen_after = frozen_after
         self._period = min(PERIOD_SECONDS, frozen_after / 8)
-        self._rank = place.rank
-        self._others = {f"alive {rank}": f"rank {rank}" for rank in watched if rank != place.rank}
-        shared: Any = rendezvous.store
-        # A connection of its own: other threads wait on the shared one for a long time.
-        self._store: Any = shared.clone() if place.world_size > 1 else None
-        self._notes: dict[str, str] = {}
         self._silence = Silence()
         self._named: set[str] = set()
         self._rounds = self._seen = 0
         self._store_silence = Silence()
         self._store_silence.heard(STORE)
         self._reason = ""
+        self._store: Any = None
+        self._wire: Wire | None = None
+        self._caller: HeartbeatCaller | None = None
+        if rendezvous.place.world_size > 1:
+            self._meet(rendezvous, credentials)
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="dure monitor", daemon=True)
         self._thread.start()
@@ -78,38 +150,88 @@ class RankMonitor:
     def close(self) -> None:
         """Stop the heartbeats: this rank has ended."""
         self._closing.set()
-        self._thread.join(self._period)
+        if self._wire is not None:
+            self._wire.wake()
+        self._thread.join(self._period + CLOSE_SECONDS)
+
+    # ---- the callbacks of the wire
+
+    def admit(self, caller: Identity) -> str | None:
+        return None
+
+    def expects(self, service: str, method: str) -> Sequence[TensorSpec]:
+        if service != JOB or method not in self.protocol:
+            raise Refused(f"{RANK_0} takes heartbeats here, and was asked for {method!r} of {service!r}.")
+        return ()
+
+    def request(self, service: str, call: Call, respond: Respond) -> None:
+        try:
+            check(service, self.protocol[call.method], call)
+        except Refused as error:
+            respond(error)
+            return
+        if call.method == "beat" and self._beat is not None:
+            self._beat(call.fields["number"], call.fields["clock"], call.fields["waiting"])
+        elif call.method == "alive" and self._beat is None:
+            self._hear(call.caller, call.fields["reason"])
+        respond(Reply({"reason": self._reason}))
+
+    def lost(self, loss: Loss) -> None:
+        if loss.finished:
+            self._silence.forget(loss.peer)
+
+    # ---- the thread
+
+    def _meet(self, rendezvous: Rendezvous, credentials: Credentials) -> None:
+        """Make the connection between rank 0 and the others."""
+        rank, interface = rendezvous.place.rank, rendezvous.place.interface
+        # A connection of its own: other threads wait on the shared one for a long time.
+        self._store = rendezvous.store.clone()  # type: ignore[attr-defined]
+        if rank == 0:
+            self._wire = Wire(Identity(JOB, RANK_0), self, credentials=credentials)
+            self.address = (interface, self._wire.listen(interface))
+            rendezvous.put(JOB, self.address)
+        else:
+            self.address = rendezvous.get(JOB)
+            self._caller = HeartbeatCaller(f"rank {rank}", self.address, credentials, self._heard, self)
+            self._wire = self._caller.wire
 
     def _watch(self) -> None:
-        with suppress(RuntimeError):  # the rank with the store has failed; its connections report that
+        with suppress(RuntimeError):  # the process with the store has failed; its connections report that
             while not self._closing.is_set():
+                due = time.monotonic() + self._period
                 self._look()
                 self._rounds += 1
-                self._closing.wait(self._period)
-            self._say(ended=True)
+                if self._caller is not None:
+                    self._caller.send("alive", self._period / 2, reason=self._reason)
+                self._serve(due)
+        if self._wire is not None:
+            self._wire.close(CLOSE_SECONDS)
+
+    def _serve(self, due: float) -> None:
+        """Serve the wire until `due`, or the end."""
+        while (left := due - time.monotonic()) > 0 and not self._closing.is_set():
+            if self._wire is None:
+                self._closing.wait(left)
+            else:
+                self._wire.poll(left)
 
     def _look(self) -> None:
-        self._say(ended=False)
+        if self._store is not None:
+            self._store.check([JOB])  # returns once the store has answered
         self._silence.pass_time()
-        for key, name in self._others.items():
-            if self._store.check([key]):
-                self._hear(name, self._store.get(key).decode())
         for name, pid in self.servers().items():
             if name not in self._silence or not is_stopped(pid):
                 self._silence.heard(name)
-        for name in (*self._others.values(), *self.servers()):
+        for name in self._silence.names:
             self._judge(name)
 
-    def _hear(self, name: str, note: str) -> None:
-        if self._notes.get(name) == note:
-            return
-        self._notes[name] = note
-        said = json.loads(note)
-        if said["ended"]:
-            self._silence.forget(name)
-        else:
-            self._silence.heard(name)
-        self._reason = self._reason or said["reason"]
+    def _heard(self, fields: Mapping[str, Any]) -> None:
+        self._hear(RANK_0, fields["reason"])
+
+    def _hear(self, name: str, reason: str) -> None:
+        self._silence.heard(name)
+        self._reason = self._reason or reason
 
     def _judge(self, name: str) -> None:
         silent = self._silence.seconds(name)
@@ -120,11 +242,6 @@ class RankMonitor:
             log.warning("%s is frozen: no heartbeat for %g s.", name, self._frozen_after / NAMED)
         if silent >= self._frozen_after and not self._reason:
             self._reason = self._sentence(name)
-
-    def _say(self, *, ended: bool) -> None:
-        if self._store is not None:
-            note = {"round": self._rounds, "reason": self._reason, "ended": ended}
-            self._store.set(f"alive {self._rank}", json.dumps(note))
 
     def _sentence(self, name: str) -> str:
         return f"{name} is frozen or gone: no heartbeat for {self._frozen_after:g} s, and the other ranks need it."
