@@ -827,6 +827,138 @@ def test_what_is_attached_is_not_attached_again():
     beside.close()
 
 
+def steps(replica, module, *, before="", after="", scale=1.0, backward=True):
+    """Three steps with `zero_grad()` of the model or the optimizer before or after backward."""
+    for batch in attached.batches(3):
+        calls = {"": lambda: None, "model": module.zero_grad, "optimizer": replica.optimizer.zero_grad}
+        calls["zeros"] = functools.partial(module.zero_grad, set_to_none=False)
+        calls[before]()
+        if backward:
+            (scale * attached.loss_of(module, batch)).backward()
+        nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        calls[after]()
+        replica.step()
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ({"backward": False}, "no backward() came before it"),
+        ({"backward": False, "before": "optimizer"}, "no backward() came before it"),
+        ({"after": "model"}, "zero_grad() came between backward() and replica.step()"),
+        ({"after": "optimizer"}, "zero_grad() came between backward() and replica.step()"),
+        ({"after": "zeros"}, "zero_grad() came between backward() and replica.step()"),
+        ({"before": "model"}, ""),
+        ({"before": "zeros"}, ""),
+        ({"scale": 0.0}, ""),
+        ({"scale": 0.0, "before": "optimizer"}, ""),
+    ],
+)
+@pytest.mark.parametrize("strategy", ["bsp", pytest.param("bsp ps", marks=pytest.mark.soak)])
+def test_a_step_whose_gradient_is_missing_is_warned_of_once(strategy, case, words, caplog):
+    module = attached.model()
+    with attached.attach(module, torch.optim.SGD(module.parameters(), lr=0.1), strategy) as replica:
+        steps(replica, module, **case)
+    assert len(caplog.messages) == bool(words)
+    assert words in "".join(caplog.messages)
+
+
+def test_gradients_of_accumulation_of_the_loops_own_and_of_skipped_steps_are_not_missing(caplog):
+    module, optimizer, replica = attached_alone()
+    (batch,) = attached.batches(1)
+    with replica.accumulate():
+        attached.loss_of(module, batch).backward()
+    replica.step()
+    replica.skip()
+    for parameter in module.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    replica.step()
+    replica.close()
+    assert caplog.messages == []
+    optimizer.step()
+
+
+class Unhooked(torch.optim.Optimizer):
+    """A wrapper that does not call the constructor of its base class, as Accelerate's."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+        self.param_groups = optimizer.param_groups
+
+    def step(self, closure=None):
+        self.optimizer.step(closure)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "words"),
+    [
+        (lambda optimizer: [optimizer], "got an object of type list"),
+        (lambda optimizer: None, "got an object of type NoneType"),
+        (lambda optimizer: type(optimizer), "got an object of type type"),
+        (Unhooked, "Unhooked has no hooks for steps"),
+    ],
+)
+def test_what_is_no_optimizer_is_refused(wrap, words):
+    module = attached.model()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with pytest.raises(UsageError, match=words):
+        dure.attach(module, wrap(optimizer))
+    with pytest.raises(UsageError, match=r"needs a torch\.nn\.Module first, and got an object of type SGD"):
+        dure.attach(optimizer, module)
+
+
+ACCELERATED = """
+import json, os, sys
+import torch
+from accelerate import Accelerator
+import dure
+
+accelerator = Accelerator(cpu=True)
+data = torch.utils.data.TensorDataset(torch.randn(64, 20, generator=torch.Generator().manual_seed(3)))
+
+def parts():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(20, 40), torch.nn.ReLU(), torch.nn.Linear(40, 3))
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01), torch.utils.data.DataLoader(data, batch_size=8)
+
+def trained(model, optimizer, loader, step):
+    for (x,) in [*loader] * 3:
+        accelerator.backward(model(x).square().mean())
+        step()
+        optimizer.zero_grad()
+    return [each.tolist() for each in accelerator.unwrap_model(model).parameters()]
+
+model, optimizer, loader = accelerator.prepare(*parts())
+expected = trained(model, optimizer, loader, optimizer.step)
+model, optimizer, loader = parts()
+model = accelerator.prepare_model(model, evaluation_mode=True)
+optimizer, loader = accelerator.prepare(optimizer, loader)
+with dure.attach(model, optimizer, sync="bsp") as replica:
+    same = trained(model, optimizer, loader, replica.step) == expected
+try:
+    dure.attach(*accelerator.prepare(*parts()[:2]))
+except dure.DureError as error:
+    refused = str(error)
+if accelerator.is_main_process:
+    with open(sys.argv[1], "w") as file:
+        json.dump([same, refused], file)
+torch.distributed.barrier()
+os._exit(0)
+"""
+
+
+@pytest.mark.soak
+def test_accelerate_equals_its_own_ddp_bit_for_bit(tmp_path):
+    program = tmp_path / "accelerated.py"
+    program.write_text(ACCELERATED, encoding="utf-8")
+    done = torchrun(program, tmp_path / "found.json")
+    assert done.returncode == 0, done.stderr[-3000:]
+    same, refused = json.loads((tmp_path / "found.json").read_text())
+    assert same
+    assert "Attach the module inside (model.module)" in refused
+    assert "has no gradient" not in done.stderr
+
+
 WRAPPED = """
 import torch, dure
 import torch.distributed as dist

@@ -36,7 +36,7 @@ from dure.sync.worker import Boundary, Worker
 from dure.topology.base import topology_of
 from dure.user_loop.attached import Attached
 from dure.user_loop.lifetime import report_failure
-from dure.user_loop.optimizer import UserOptimizer, check_free, check_step
+from dure.user_loop.optimizer import UserOptimizer, check_free, check_step, unwrapped
 from dure.user_loop.peers import LoopCollectives
 from dure.user_loop.servers import LoopServers, name_of_run
 from dure.user_loop.source import LoopSource
@@ -84,7 +84,9 @@ def attach(
     """
     strategy = _chosen(sync, topology, codec, partition)
     _check_numbers(batch_size, frozen_after)
+    _check_module(model)
     check_unwrapped(model)
+    optimizer = unwrapped(optimizer)
     check_free(model, optimizer)
     check_step(optimizer)
     _check_values(model)
@@ -142,6 +144,14 @@ def _check_strategy(strategy: Strategy) -> None:
         raise UsageError(
             f"{name_of('topology', strategy.topology)} does not run in a loop of one's own: {because}. "
             'Write topology="collective" or "ps".'
+        )
+
+
+def _check_module(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            f"dure.attach needs a torch.nn.Module first, and got an object of type {type(model).__name__}. Write "
+            "dure.attach(model, optimizer)."
         )
 
 

@@ -121,6 +121,7 @@ class Attached:
         if not self._may("step"):
             return False
         with self._lifetime.guarded():
+            self._optimizer.missing.look(self.clock, exchanged=self._source.is_exchanged)
             self._replica.check()
             mine = scaler is not None and not self._source.exchanges and self._check.overflowed(scaler)
             if not self._ties.intend("overflow" if mine else "step"):

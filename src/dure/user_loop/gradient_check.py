@@ -1,16 +1,17 @@
-"""The check of each gradient of a user's loop for NaN and infinity."""
+"""The checks of each gradient of a user's loop: for NaN and infinity, and for a gradient that is missing."""
 
 from __future__ import annotations
 
 import logging
 from typing import TYPE_CHECKING
 
+import torch
+
 from dure.core.finite import all_finite
 from dure.errors import Quarantined
 from dure.sync.refusals import MOST_REFUSED
 
 if TYPE_CHECKING:
-    import torch
     from torch.amp import GradScaler
 
     from dure.job.replica import Replica
@@ -68,3 +69,71 @@ class GradientCheck:
                 "the gradient of step %d of %s at rank %d holds NaN or infinity: skipped.", clock, source.name, rank
             )
         return refused
+
+
+class MissingGradient:
+    """Logs a warning, once, at a step that no `backward()` came before, or whose gradients `zero_grad()` has removed.
+
+    A backward whose gradients are all zero is in order, and so are gradients that the loop itself has assigned.
+    """
+
+    def __init__(self, replica: Replica, optimizer: torch.optim.Optimizer) -> None:
+        self._replica = replica
+        self._optimizer = optimizer
+        self._ran = False
+        self._had_values = False
+        self._unsure = True  # until a step has had values: then the loop's zero_grad() stands in the right place
+        self._warned = False
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._completed)  # type: ignore[no-untyped-call]
+            for parameter in replica.parameters
+        ]
+
+    def look(self, clock: int, *, exchanged: bool) -> None:
+        """Look at the gradients before step `clock`; `exchanged`: they are the mean of all ranks already."""
+        if self._warned:
+            return
+        groups = self._optimizer.param_groups
+        gradients = [each.grad for group in groups for each in group["params"] if each.requires_grad]
+        found = [each for each in gradients if each is not None]
+        assigned = any(each._base is not self._replica.grads for each in found)
+        if not self._ran and not assigned and not any(map(_has_values, found)):
+            self._warn(
+                clock,
+                "no backward() came before it. Call loss.backward() before replica.step(), or replica.skip() for a "
+                "step without a batch",
+            )
+        elif self._ran and not found:
+            self._warn(clock, _REMOVED)
+        elif self._unsure:
+            self._unsure = not any(map(_has_values, found))
+            if self._unsure and self._had_values and not exchanged:  # a mean may be zero where its parts are not
+                self._warn(clock, _REMOVED)
+
+    def reset(self) -> None:
+        """A step has been taken or skipped."""
+        self._ran = self._had_values = False
+
+    def close(self) -> None:
+        """Remove the hooks from the parameters."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _completed(self, parameter: torch.Tensor) -> None:
+        self._ran = True
+        if self._unsure and not self._had_values and parameter.grad is not None:
+            self._had_values = _has_values(parameter.grad)
+
+    def _warn(self, clock: int, reason: str) -> None:
+        self._warned = True
+        log.warning("step %d has no gradient and counts as one whose gradient is zero: %s.", clock, reason)
+
+
+_REMOVED = (
+    "zero_grad() came between backward() and replica.step(). Leave zero_grad() out, since replica.step() zeroes the "
+    "gradients, or call it before backward()"
+)
+
+
+def _has_values(gradient: torch.Tensor) -> bool:
+    return gradient.layout != torch.strided or bool(gradient.any())

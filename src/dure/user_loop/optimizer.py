@@ -28,6 +28,7 @@ import torch
 from dure.core.state import State
 from dure.errors import UsageError
 from dure.job.optimizer import GroupRange, OptimizerSpec
+from dure.user_loop.gradient_check import MissingGradient
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -75,6 +76,7 @@ class UserOptimizer:
         self._stepped = False
         self._replica = replica
         self._mine = False
+        self.missing = MissingGradient(replica, optimizer)
         self._hooks = [optimizer.register_step_pre_hook(self._guard)]
         self.number: int = 1 + max((other.number for other in _ATTACHED), default=0)
         _ATTACHED.add(self)
@@ -110,6 +112,7 @@ class UserOptimizer:
         """Where servers stepped and this optimizer did not, let schedulers see a step; it changes nothing."""
         if not self._stepped:
             self._step_without_gradients()
+        self.missing.reset()
 
     def _step_without_gradients(self) -> None:
         gradients = [parameter.grad for parameter in self._replica.parameters]
@@ -137,6 +140,7 @@ class UserOptimizer:
         """Let the user's own calls of `step` through again, and others attach."""
         for hook in self._hooks:
             hook.remove()
+        self.missing.close()
         _ATTACHED.discard(self)
 
     @contextmanager
@@ -169,6 +173,47 @@ def check_free(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
                 f"this {taken} is attached already, and can train by one method at a time. Close that first: leave its "
                 "`with` block, or call replica.close()."
             )
+
+
+_TRANSPARENT = {
+    ("accelerate", "AcceleratedOptimizer"),
+    ("lightning", "LightningOptimizer"),
+    ("pytorch_lightning", "LightningOptimizer"),
+    ("lightning", "_FabricOptimizer"),
+}
+"""Packages and classes of wrappers that pass every step to their `optimizer`."""
+_SYNCHRONIZING = {("torch", "ZeroRedundancyOptimizer"), ("torch", "PostLocalSGDOptimizer")}
+
+
+def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer inside the wrappers of Accelerate and Lightning.
+
+    Raises `UsageError` for an object that is no optimizer of PyTorch, or that synchronizes the ranks itself.
+    """
+    while _names(optimizer) & _TRANSPARENT:
+        optimizer = optimizer.optimizer
+    kind = type(optimizer).__name__
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UsageError(
+            f"dure.attach needs an optimizer of torch.optim, and got an object of type {kind}. Write "
+            "dure.attach(model, torch.optim.SGD(model.parameters(), lr=0.1)); if the object wraps such an optimizer, "
+            "give the optimizer inside."
+        )
+    if _names(optimizer) & _SYNCHRONIZING:
+        raise UsageError(
+            f"{kind} synchronizes the ranks as well: both would do so. Attach with the optimizer that it is made of, "
+            "such as torch.optim.AdamW(model.parameters(), lr=0.001)."
+        )
+    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        raise UsageError(
+            f"{kind} has no hooks for steps, because its constructor does not call torch.optim.Optimizer.__init__. "
+            "Call super().__init__(params, defaults) there; if it wraps another optimizer, give the optimizer inside."
+        )
+    return optimizer
+
+
+def _names(value: object) -> set[tuple[str, str]]:
+    return {(kind.__module__.partition(".")[0], kind.__name__) for kind in type(value).__mro__}
 
 
 class ServerOptimizer:
