@@ -11,7 +11,7 @@ from support.real_runs import JOBS, Trial, configured
 import dure
 from dure.cli.main import main
 from dure.core.finite import all_finite
-from dure.errors import DureError
+from dure.errors import DivergedError, DureError
 
 LOCAL = ["downpour ps", "hogwild", "bsp"]
 SOAK = [
@@ -95,6 +95,22 @@ def test_one_nan_is_refused_in_virtual_time(strategy):
         assert summary["updates_applied"] == 120 - lost
     assert summary["unfinished"] == {}
     assert math.isfinite(summary["loss"])
+
+
+def test_an_evaluation_of_nan_ends_the_run(fork_server):
+    words = r"the loss of the evaluation at step \d+ is nan: the training diverged"
+    with pytest.raises(DivergedError, match=words):
+        virtual("evaluation_of_nan", "bsp")
+    with pytest.raises(DivergedError, match=words):
+        local(fork_server, "evaluation_of_nan", "bsp")
+
+
+def test_a_comparison_shows_a_run_that_diverged(tmp_path):
+    found = dure.compare(
+        f"{JOBS}:evaluation_of_nan", "bsp", "downpour", on="virtual", steps=4, report=tmp_path / "x.html"
+    )
+    assert [math.isnan(run.summary()["loss"]) for run in found.runs] == [True, True]
+    assert "diverged" in (tmp_path / "x.html").read_text()
 
 
 @pytest.mark.parametrize("strategy", VIRTUAL)

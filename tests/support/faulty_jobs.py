@@ -69,6 +69,11 @@ def job(dim: int, loss: Callable[[Tensor, Tensor], Tensor] = mean_output) -> Job
     )
 
 
+def evaluation_of_nan(data_root: Path) -> Job:
+    """Gradients and losses of workers are finite, and the loss of each evaluation is NaN."""
+    return replace(job(DIM), test=Data(torch.full((2, DIM), torch.nan), torch.zeros(2)))
+
+
 def counted(data_root: Path) -> Job:
     if in_fork_server():
         note_pushes(data_root)

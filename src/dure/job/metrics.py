@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from dure.errors import DivergedError
 
 
 class Metrics(NamedTuple):
@@ -16,3 +19,13 @@ class Metrics(NamedTuple):
     loss: float | None
     accuracy: float | None
     figures: Mapping[str, float] = MappingProxyType({})
+
+
+def check_row(row: Mapping[str, Any]) -> None:
+    """Raise `DivergedError` for an evaluation whose loss is NaN or infinite."""
+    loss = row.get("loss")
+    if loss is not None and not math.isfinite(loss):
+        raise DivergedError(
+            f"the loss of the evaluation at step {row['step']} is {loss}: the training diverged. Try a lower learning "
+            "rate, and look at the data of the evaluation."
+        )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dure.errors import UsageError
+from dure.errors import DivergedError, UsageError
 from dure.report.unwritten import Unwritten
 from dure.run.config import FEW, CompareConfig, goal
 
@@ -43,7 +44,7 @@ def compare(
     """Train `job` under each of `strategies` in each place of `on`, and write a report.
 
     The strategies of `config.FEW` if none is given, here or as the option of that name. `options` are those of
-    `config.CompareConfig`. Raises what `train` does.
+    `config.CompareConfig`. Raises what `train` does, but for `DivergedError`: the report says which run diverged.
     """
     named = options.pop("strategies", ())
     if strategies and named:
@@ -60,8 +61,12 @@ def compare(
 
 
 def run_all(config: CompareConfig, prebuilt: Prebuilt) -> Comparison:
-    """The runs of `config`, one after another. All strategies are checked before the first starts."""
+    """The runs of `config`, one after another. All strategies are checked before the first starts.
+
+    A run that diverges has no history here, and a final loss of NaN.
+    """
     from dure.report.html import DEFAULT, free, write_report
+    from dure.report.run import Run
     from dure.run.train import run
 
     configs = list(config.runs())
@@ -71,7 +76,11 @@ def run_all(config: CompareConfig, prebuilt: Prebuilt) -> Comparison:
     runs: list[Run] = []
     for each, strategy in zip(configs, strategies, strict=True):
         told = any(before.config["on"] == each.on for before in runs)
-        runs.append(run(each, replace(prebuilt, strategy=strategy, told=told)))
+        try:
+            runs.append(run(each, replace(prebuilt, strategy=strategy, told=told)))
+        except DivergedError as error:
+            log.warning("%s is compared as diverged: %s", strategy, error)
+            runs.append(Run(each.plain(), [], {"loss": math.nan}))
     path = free(DEFAULT) if config.report is None else config.report
     target = goal(config.target, config.target_loss)
     unwritten = Unwritten()

@@ -10,6 +10,7 @@ import torch
 from dure.core.deployment import NodeId
 from dure.core.meter import Span
 from dure.core.node import Call, Reply
+from dure.job.metrics import check_row
 from dure.run.snapshot_evaluator import Snapshot, SnapshotEvaluator
 
 if TYPE_CHECKING:
@@ -116,3 +117,4 @@ class History:
     def _add(self, row: Row) -> None:
         self.rows.append(row)
         self._callbacks.row(row)
+        check_row(row)

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from dure.job.metrics import check_row
+
 if TYPE_CHECKING:
     import torch
 
@@ -141,3 +143,4 @@ class VirtualRows:
         }
         self.history.append(row)
         self.callbacks.row(row)
+        check_row(row)
