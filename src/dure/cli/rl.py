@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 from tyro.conf import Positional, UseAppendAction
 
-from dure.core.spec_text import value_text
+from dure.core.spec_text import WIDEST, value_text
 from dure.core.user_code import as_value
 from dure.errors import UsageError
-from dure.run.config import Count, Seconds, TrainConfig, adapters, checked
+from dure.run.config import Count, Seconds, TrainConfig, Workers, adapters, checked
 from dure.run.places import is_real
 
 if TYPE_CHECKING:
@@ -44,9 +44,9 @@ class RlOptions:
     servers. dqn: one actor and one learner in lockstep."""
     env: str = "CartPole-v1"
     """An environment of Gymnasium, as CartPole-v1 or ALE/Pong-v5, or FILE.py:FUNCTION that returns one."""
-    actors: Count | None = None
+    actors: Workers | None = None
     """Actors; 4 for apex, one for each learner of gorila."""
-    learners: Count | None = None
+    learners: Workers | None = None
     """Learners; 1 for apex, 2 for gorila."""
     environments: Count | None = None
     """Copies of the environment in each actor; 1 if left out."""
@@ -57,7 +57,7 @@ class RlOptions:
     """Seconds, virtual or real as the run is."""
     steps: Count | None = None
     """Updates of each learner."""
-    replays: Count | None = None
+    replays: Workers | None = None
     """Replays that share the transitions; 1 if left out."""
     capacity: Count | None = None
     """Transitions that a replay holds; 100,000 if left out."""
@@ -92,7 +92,7 @@ class RlOptions:
     """rmsprop, adam, adagrad, ..., with parameters as in adam:clip=10; the job's if left out."""
     device: str | None = None
     """Device of the learners; actors are on the CPU."""
-    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    seed: Annotated[int, Field(ge=0, lt=WIDEST)] | None = None
     """Decides initial values and, in virtual time, everything else; 0 if left out."""
     eval_every: Count | None = None
     """Updates between evaluations; 1,000 if left out, or a twentieth of the steps."""

@@ -6,7 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
+from itertools import count
 from typing import NamedTuple
+
+from dure.core.text import quoted
 
 
 class NodeId(NamedTuple):
@@ -89,10 +92,25 @@ class Deployment:
         Places are machines, unless a cluster has several workers on one machine (`Cluster.machine_of`).
         """
         found: dict[str, int] = {}
+        free = count()
         for node in self.nodes:
             beside = node.beside is not None and str(node.beside) != str(node.id)
-            found[str(node.id)] = found[str(node.beside)] if beside else max(found.values(), default=-1) + 1
+            found[str(node.id)] = found[str(node.beside)] if beside else next(free)
         return found
+
+
+MOST_WORKERS = 100_000
+"""Most workers of a run. One process holds the state of all, some 10 kB each even without values of the model."""
+
+
+def check_workers(workers: int) -> int:
+    """Return `workers`. Raises `ValueError` for more than a run can have."""
+    if workers > MOST_WORKERS:
+        shown = f"{workers:,}" if workers < 10**18 else quoted(workers)
+        raise ValueError(
+            f"{shown} workers are too many: one process holds the state of all, so a run has at most {MOST_WORKERS:,}"
+        )
+    return workers
 
 
 def by_rank(names: Iterable[str]) -> list[str]:

@@ -12,6 +12,7 @@ from dataclasses import MISSING, fields
 from difflib import get_close_matches
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
+from dure.core.text import quoted
 from dure.errors import StrategyError
 
 REQUIRED: Any = MISSING
@@ -45,6 +46,13 @@ class Parameter(NamedTuple):
         return self.name if self.default is REQUIRED else f"{self.name}={value_text(self.default)}"
 
 
+WIDEST = 1 << 63
+"""No integer is as large: tensors and files count in 64 bits with a sign."""
+
+LONGEST_TEXT = 10_000
+"""Most characters of the text of a member; a path has at most 4,096."""
+
+
 def parse_members(text: str) -> tuple[MemberSpec, ...]:
     """Parse a member and the wrappers joined to it by `+`. Raises `StrategyError`.
 
@@ -53,6 +61,7 @@ def parse_members(text: str) -> tuple[MemberSpec, ...]:
     >>> parse_members("lab/mine.py:Mine:period=8")
     (MemberSpec(name='lab/mine.py:Mine', given={'period': '8'}),)
     """
+    _check_length(text)
     return tuple(parse_member(part) for part in re.split(r"\+(?=[a-z]|[^+:=]*\.py:)", text))
 
 
@@ -62,6 +71,7 @@ def parse_member(text: str) -> MemberSpec:
     >>> parse_member("mnist-mlp:depth=7")
     MemberSpec(name='mnist-mlp', given={'depth': '7'})
     """
+    _check_length(text)
     file, _, after = text.rpartition(".py:")  # a member in a user's file is FILE.py:NAME
     head, colon, rest = after.partition(":")
     name = f"{file}.py:{head}" if file else head
@@ -76,6 +86,13 @@ def parse_member(text: str) -> MemberSpec:
     if not name.strip():
         raise StrategyError(f'"{text}" has no name: write NAME or NAME:KEY=VALUE,KEY=VALUE.')
     return MemberSpec(name.strip(), given)
+
+
+def _check_length(text: str) -> None:
+    if len(text) > LONGEST_TEXT:
+        raise StrategyError(
+            f"{quoted(text)} has {len(text):,} characters, and NAME:KEY=VALUE,KEY=VALUE has at most {LONGEST_TEXT:,}."
+        )
 
 
 def typed(member: MemberSpec, kind: type) -> dict[str, Any]:
@@ -131,9 +148,12 @@ def parse_value(text: str, annotation: Any) -> Any:
         return _choose(text.lower(), {"true": True, "false": False})
     if annotation in (int, float):
         try:
-            return annotation(text)
+            value = annotation(text)
         except ValueError as error:
             raise ValueError("an integer" if annotation is int else "a number (inf is one)") from error
+        if annotation is int and abs(value) >= WIDEST:
+            raise ValueError("an integer of at most 63 bits")
+        return value
     return text
 
 

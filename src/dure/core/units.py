@@ -19,6 +19,8 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, PlainSerializer
 
+from dure.core.text import quoted
+
 _SECONDS = {"s": "1", "ms": "1e-3", "us": "1e-6", "µs": "1e-6", "ns": "1e-9", "min": "60", "h": "3600"}
 _RATES = {
     "Tbit/s": "125e9", "Gbit/s": "125e6", "Mbit/s": "125e3", "kbit/s": "125", "bit/s": "0.125",
@@ -32,23 +34,31 @@ _SIZES = {
 }  # fmt: skip
 _FLOPS = {"PFLOP/s": "1e15", "TFLOP/s": "1e12", "GFLOP/s": "1e9", "MFLOP/s": "1e6", "FLOP/s": "1"}
 
+_HELD = 1e-30, 1e30
+"""Smallest and largest quantity: products and quotients of some of them are still finite."""
+
 _QUANTITY = re.compile(r"\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*(\S*)\s*")
 
 
 def _read(given: object, units: Mapping[str, str], what: str, example: str) -> float:
-    """Read `given`, a number or a text, in the base unit. It must be finite and not negative."""
+    """Read `given`, a number or a text, in the base unit. It must be finite, and zero or of a size that `_HELD` has."""
     if isinstance(given, (int, float)) and not isinstance(given, bool):
-        value = float(given)
+        value = _times(given, "1")
     else:
         match = _QUANTITY.fullmatch(given) if isinstance(given, str) else None
         if match is None:
-            raise ValueError(f"{given!r} is not {what}: write a number and a unit, such as {example!r}")
+            raise ValueError(f"{quoted(given)} is not {what}: write a number and a unit, such as {example!r}")
         number, unit = match.groups()
         if unit and unit not in units:
-            raise ValueError(f"{given!r} has no unit of {what}: write one of {', '.join(units)}, as in {example!r}")
+            raise ValueError(
+                f"{quoted(given)} has no unit of {what}: write one of {', '.join(units)}, as in {example!r}"
+            )
         value = _times(number, units.get(unit, "1"))
     if not 0.0 <= value < math.inf:
-        raise ValueError(f"{given!r} is not {what}: it must be finite and not negative, such as {example!r}")
+        raise ValueError(f"{quoted(given)} is not {what}: it must be finite and not negative, such as {example!r}")
+    if value and not _HELD[0] <= value <= _HELD[1]:
+        bounds = "zero, or from {:g} to {:g} in the base unit".format(*_HELD)
+        raise ValueError(f"{quoted(given)} is not {what}: it must be {bounds}, such as {example!r}")
     return value
 
 
@@ -56,7 +66,7 @@ def above_zero(given: object) -> object:
     """Return `given`. Raises `ValueError` for zero, as a number or as a text."""
     match = _QUANTITY.fullmatch(given) if isinstance(given, str) else None
     if given == 0 or (match is not None and float(match[1]) == 0):
-        raise ValueError(f"{given!r} must be above zero")
+        raise ValueError(f"{quoted(given)} must be above zero")
     return given
 
 
@@ -88,13 +98,16 @@ def size(given: object) -> int:
     """
     value = _read(above_zero(given), _SIZES, "a size", "11 GB")
     if not value.is_integer():
-        raise ValueError(f"{given!r} is not a size: it must be a whole number of bytes, such as '11 GB'")
+        raise ValueError(f"{quoted(given)} is not a size: it must be a whole number of bytes, such as '11 GB'")
     return int(value)
 
 
-def _times(number: str, unit: str) -> float:
-    """The product, rounded once, so that "100 us" and "0.1 ms" are the same float."""
-    return float(Decimal(number) * Decimal(unit))
+def _times(number: float | str, unit: str) -> float:
+    """The product, rounded once, so that "100 us" and "0.1 ms" are the same float; infinity for one out of range."""
+    try:
+        return float(Decimal(number) * Decimal(unit))
+    except ArithmeticError:
+        return math.inf
 
 
 def _write(value: float, units: Mapping[str, str], *names: str) -> str:

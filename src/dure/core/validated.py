@@ -8,6 +8,7 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
+from dure.core.text import quoted
 from dure.errors import ClusterError
 
 
@@ -55,15 +56,20 @@ def _fault(model: type[BaseModel], detail: ErrorDetails) -> FieldError:
         return FieldError((*place, "distribution"), _choice(context["tag"], context["expected_tags"].replace("'", "")))
     if kind == "literal_error":
         return FieldError(place, _choice(given, context["expected"].replace("'", "").replace(" or ", ", ")))
-    return FieldError(place, f"{given!r} {_must(kind, context) or 'is not right: ' + detail['msg']}")
+    return FieldError(place, f"{quoted(given)} {_must(kind, context) or 'is not right: ' + detail['msg']}")
 
 
 def _must(kind: str, context: dict[str, Any]) -> str | None:
     """The condition that a value violates, in our words; None for an unknown kind of error."""
-    bounds = {"greater_than": "above", "greater_than_equal": "at least", "less_than": "below"}
+    bounds = {
+        "greater_than": "above",
+        "greater_than_equal": "at least",
+        "less_than": "below",
+        "less_than_equal": "at most",
+    }
     for name, words in bounds.items():
         if kind == name:
-            return f"must be {words} {next(iter(context.values())):g}"
+            return f"must be {words} {_bound(next(iter(context.values())))}"
     shapes = {
         "int": "must be a whole number",
         "float": "must be a number",
@@ -75,14 +81,18 @@ def _must(kind: str, context: dict[str, Any]) -> str | None:
     return shapes.get(kind.partition("_")[0])
 
 
+def _bound(number: float) -> str:
+    return f"{number:,}" if isinstance(number, int) else f"{number:g}"
+
+
 def _choice(given: object, expected: str) -> str:
     near = get_close_matches(str(given), expected.split(", "), n=1)
     hint = f"did you mean {near[0]!r}, out of {expected}?" if near else f"write one of {expected}"
-    return f"{given!r} is unknown: {hint}".rstrip("?")
+    return f"{quoted(given)} is unknown: {hint}".rstrip("?")
 
 
 def _unknown(model: type[BaseModel], key: str) -> str:
     names = sorted(field.alias or name for name, field in model.model_fields.items())
     near = get_close_matches(key, names, n=1)
     hint = f"did you mean {near[0]!r}, out of" if near else "write one of"
-    return f"unknown key {key!r}: {hint} {', '.join(names)}"
+    return f"unknown key {quoted(key)}: {hint} {', '.join(names)}"

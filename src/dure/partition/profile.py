@@ -18,13 +18,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import yaml
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dure.core.flop_counter import FlopCounter
 from dure.core.user_code import explain_user_errors
-from dure.core.yaml_text import read_yaml
+from dure.core.yaml_text import read_yaml_file
 from dure.errors import UsageError
 from dure.partition.blocks import block_name, call_of, first_samples
 from dure.partition.borders import Call, with_kept
@@ -83,8 +82,8 @@ class Profile:
     def read(cls, path: Path) -> Profile:
         """Read a profile in JSON or YAML. Raises `UsageError` for a file that has none."""
         try:
-            found = read_yaml(path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            found = read_yaml_file(path)
+        except ValueError as error:
             raise UsageError(
                 f"the profile {path} cannot be read: {error}. Name a file that Profile.write has written, or cut by "
                 "the counted operations with cuts=profile."

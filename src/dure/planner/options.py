@@ -11,7 +11,7 @@ from pydantic import Field
 
 from dure.core.target import Target
 from dure.errors import UsageError
-from dure.run.config import Count, Seconds, adapters, checked, goal
+from dure.run.config import Count, Seconds, Workers, adapters, checked, goal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +20,7 @@ class PlanOptions:
 
     job: str = ""
     """A built-in job, or FILE.py:FUNCTION that returns a dure.Job; parameters follow, as in mnist-mlp:depth=7."""
-    workers: Count | None = None
+    workers: Workers | None = None
     """Workers; those of the cluster file, else 4."""
     on: str = ""
     """A cluster file, or virtual (a uniform cluster). If left out, this machine, which is measured first."""

@@ -6,7 +6,6 @@ the JSON mapping of Protocol Buffers.
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
@@ -46,18 +45,6 @@ def _numbers(value: Any) -> Any:
     if isinstance(value, list):
         return [_numbers(item) for item in value]
     return value
-
-
-def check_regular(path: Path) -> None:
-    """Raise OSError if `path` is a pipe or a device: reading it could block for ever."""
-    if path.exists() and not path.is_file():
-        raise OSError(errno.EINVAL, "it is no regular file", str(path))
-
-
-def read_regular(path: Path) -> bytes:
-    """The content of a file of a record. Raises OSError if the file is missing or not regular."""
-    check_regular(path)
-    return path.read_bytes()
 
 
 @contextmanager

@@ -18,8 +18,9 @@ from types import MappingProxyType
 from typing import Any
 
 from dure.core.folder_names import CHECKPOINTS
+from dure.core.regular_file import read_regular
 from dure.errors import RecordError, UsageError
-from dure.report.files import from_json, read_regular, replacing, to_json
+from dure.report.files import from_json, replacing, to_json
 from dure.report.schema import check_row
 from dure.report.sinks import JsonLines
 from dure.report.unwritten import Unwritten
@@ -96,7 +97,7 @@ class RunFolder:
         path = self.path / HISTORY
         if not path.exists():
             return
-        *lines, _torn = path.read_bytes().split(b"\n")
+        *lines, _torn = _read(path).split(b"\n")
         end = 0
         for line in lines:
             if not rows:

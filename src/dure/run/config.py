@@ -14,10 +14,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_type_hints
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
-from dure.core.spec_text import MemberSpec, nearest, typed
+from dure.core.deployment import check_workers
+from dure.core.regular_file import is_regular
+from dure.core.spec_text import WIDEST, MemberSpec, nearest, typed
 from dure.core.target import Target
+from dure.core.text import quoted
 from dure.errors import UsageError
 from dure.run.devices import check_form
 from dure.run.places import DEFAULT, LAUNCHERS, is_real, is_started_outside
@@ -28,7 +31,8 @@ if TYPE_CHECKING:
 
 C = TypeVar("C", bound="Options")
 
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, lt=WIDEST)]
+Workers = Annotated[Count, AfterValidator(check_workers)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 PLACES = (*LAUNCHERS, "virtual")
@@ -44,7 +48,7 @@ class Options:
 
     job: str = ""
     """A built-in job, or FILE.py:FUNCTION that returns a dure.Job; parameters follow, as in mnist-mlp:depth=7."""
-    workers: Count | None = None
+    workers: Workers | None = None
     """Workers; 4 locally and on a uniform virtual cluster, else what the cluster or torchrun says."""
     batch_size: Count | None = None
     """Samples per mini-batch of one worker; the job's if left out."""
@@ -64,7 +68,7 @@ class Options:
     """Passes over the training data, all workers together."""
     seconds: Seconds | None = None
     """Seconds, virtual or real as the run is."""
-    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    seed: Annotated[int, Field(ge=0, lt=WIDEST)] | None = None
     """Decides initial values, data order and, in virtual time, everything else; 0 if left out."""
     data: Path | None = None
     """Folder of data sets; else DURE_DATA, else the user's cache."""
@@ -199,7 +203,7 @@ class TrainConfig(Options):
                 f"key_file={str(self.key_file)!r} is for ranks that torchrun starts. A run on this machine draws a "
                 "key, and a virtual one needs none: leave it out."
             )
-        if self.virtual and self.on != "virtual" and not Path(self.on).is_file():
+        if self.virtual and self.on != "virtual" and not is_regular(Path(self.on)):
             raise UsageError(
                 f'"{self.on}" is no place and no file: write {", ".join(PLACES)}, or the path of a cluster file.'
                 f"{nearest(self.on, PLACES)}"
@@ -287,8 +291,11 @@ def checked(name: str, value: Any, adapter: TypeAdapter[Any]) -> Any:
     try:
         return adapter.validate_python(value)
     except ValidationError as error:
-        reason = error.errors()[0]["msg"].removeprefix("Input ")
-        raise UsageError(f"{name} {reason[:1].lower()}{reason[1:]}, got {value!r}.") from error
+        found = error.errors()[0]
+        if found["type"] == "value_error":
+            raise UsageError(f"{name}: {found['ctx']['error']}.") from error
+        reason = found["msg"].removeprefix("Input ")
+        raise UsageError(f"{name} {reason[:1].lower()}{reason[1:]}, got {quoted(value)}.") from error
 
 
 def _plain(value: Any) -> Any:

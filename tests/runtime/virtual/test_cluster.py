@@ -218,10 +218,28 @@ MISTAKES = {
     "- 1": ["mapping", "machines"],
     "1: 2": ["mapping", "machines"],
     "": ["mapping", "machines"],
+    f"machines: [{{count: 1{'0' * 30}}}]": ("machines[0]", "100,000"),
+    "machines: [{count: 1000000000}]": ("machines[0]", "1,000,000,000 workers", "at most 100,000"),
+    "machines: [{count: 60000}, {count: 50000}]": ("110,000 workers", "at most 100,000"),
+    f"machines: [{{cores: {'9' * 400}}}]": ("machines[0].cores", "characters left out", "at most 1,000,000"),
+    f"host: {{cores: 1{'0' * 30}}}": ("host.cores", "at most 1,000,000"),
+    f"header: 1{'0' * 30}": ("header", "at most 1,000,000,000,000"),
+    f"link: {{bandwidth: {'9' * 400}}}": ("link.bandwidth", "characters left out", "finite"),
+    f"link: {{bandwidth: {'9' * 5000}}}": ("line 1, column 19", "is no value of the type int"),
+    "link: {latency: 1e999999999 s}": ("link.latency", "finite"),
+    "link: {bandwidth: 1e-320}": ("link.bandwidth", "from 1e-30 to 1e+30"),
+    "events: [{at: 1.0e+300, kind: crash, worker: 0}]": ("events[0].at", "from 1e-30 to 1e+30"),
+    f"events: [{{at: 1, kind: crash, worker: {'9' * 400}}}]": ("events[0].worker", "characters left out"),
+    "machines: [{speed: 1.0e+300}]": ("machines[0].speed", "from 1e-09 to 1e+09"),
+    "machines: [{speed: {distribution: lognormal, sigma: 1.0e+300}}]": ("machines[0].speed.sigma", "at most 10"),
+    "machines: [{compute: {distribution: lognormal, sigma: 1.0e+300}}]": ("machines[0].compute.sigma", "at most 10"),
+    "machines: [{compute: {distribution: trace, file: /dev/zero}}]": ("/dev/zero", "no regular file"),
+    f"events: [{{at: 1, worker: 0, kind: {'x' * 100_000}}}]": ("events[0].kind", "characters left out", "write one of"),
+    f"machines: [{{compute: {{distribution: {'x' * 100_000}}}}}]": ("machines[0].compute", "characters left out"),
 }
 
 
-@pytest.mark.parametrize("text", MISTAKES)
+@pytest.mark.parametrize("text", MISTAKES, ids=lambda text: text[:80])
 def test_a_mistake_is_one_sentence(text: str, tmp_path: Path) -> None:
     file = written(tmp_path, text)
     with pytest.raises(ClusterError) as caught:
@@ -230,6 +248,7 @@ def test_a_mistake_is_one_sentence(text: str, tmp_path: Path) -> None:
     for part in (str(file), *MISTAKES[text]):
         assert part in said
     assert "\n" not in said
+    assert len(said) < 700
     assert said.endswith(".")
     assert ". " not in said.removeprefix(str(file))
     assert not any(word in said.lower() for word in ("traceback", "pydantic", "validation error", "errors.py"))
@@ -244,6 +263,13 @@ def test_a_missing_or_binary_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ClusterError, match="not text"):
         Cluster.from_yaml(tmp_path / "binary.yaml")
+
+
+def test_the_bounds_leave_room() -> None:
+    late = {"at": 1e9, "kind": "crash", "worker": 99_999}
+    cluster = Cluster(machines=({"count": 50_000}, {"count": 1000, "workers": 50}), events=(late,))
+    assert cluster.workers == 100_000
+    assert cluster.machine_of(99_999) == 50_999
 
 
 def test_python_says_the_same_as_a_file() -> None:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from dure.core.ranges import equal_ranges
+from dure.core.regular_file import read_regular
 from dure.errors import UsageError
 from dure.partition.cut import balanced
 from dure.partition.neurons.layers import UnitLayer
@@ -63,8 +64,8 @@ def by_layers(layers: Sequence[UnitLayer], machines: int) -> Assignment:
 def from_file(path: Path, layers: Sequence[UnitLayer], machines: int) -> Assignment:
     """The assignment in a file. Raises `UsageError` for one that does not fit the model."""
     try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+        found = json.loads(read_regular(path))
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(
             f"assignment={path} is no assignment: {error}. Write even, random, layers, cut, or a JSON file of "
             'the form {"0": [0, 1, 1]}: for each layer the machine of each unit.'

@@ -36,16 +36,21 @@ from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
 from dure.core import units
 from dure.core.collective_cost import HEADER, SMALL
 from dure.core.cost import CodecCost
+from dure.core.deployment import check_workers
+from dure.core.text import quoted
 from dure.core.units import PositiveSeconds, Seconds, Size
 from dure.core.validated import FieldError, Validated
-from dure.core.yaml_text import read_yaml
+from dure.core.yaml_text import read_yaml_file
 from dure.errors import ClusterError
-from dure.runtime.virtual.compute import Compute, Constant, Durations, Speed
+from dure.runtime.virtual.compute import Compute, Constant, Durations, Factor, Speed
 
 Rate = Annotated[float, BeforeValidator(units.rate), PlainSerializer(units.as_rate, when_used="json")]
 MemoryRate = Annotated[float, BeforeValidator(units.rate), PlainSerializer(units.as_memory_rate, when_used="json")]
 PerByte = Annotated[float, BeforeValidator(units.per_byte), PlainSerializer(units.as_per_byte, when_used="json")]
-Price = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Price = Annotated[float, Field(ge=0, le=1e30, allow_inf_nan=False)]
+
+Cores = Annotated[int, Field(ge=1, le=1_000_000)]
+Nbytes = Annotated[int, Field(ge=0, le=10**12)]
 
 _COMPUTE_STREAM = 1  # separates these random streams from others of the same (seed, worker)
 
@@ -83,7 +88,7 @@ class Machines(Validated):
     workers: int = Field(default=1, ge=1)
     compute: Compute = Constant()
     speed: Speed = 1.0
-    cores: int = Field(default=4, ge=1)
+    cores: Cores = 4
     memory: Size | None = None
     price: Price | None = None
     link: Link | None = None
@@ -91,7 +96,7 @@ class Machines(Validated):
 
     @model_validator(mode="after")
     def _one_speed_each(self) -> Machines:
-        workers = self.count * self.workers
+        workers = check_workers(self.count * self.workers)
         if isinstance(self.speed, tuple) and len(self.speed) != workers:
             problem = f"{len(self.speed)} speeds for {workers} workers: write one for each, or a single number"
             raise FieldError(("speed",), problem)
@@ -104,7 +109,7 @@ class ServerMachines(Validated):
     `price`: of an hour of a machine.
     """
 
-    cores: int = Field(default=4, ge=1)
+    cores: Cores = 4
     price: Price | None = None
     link: Link | None = None
 
@@ -124,7 +129,7 @@ class SharedHost(Validated):
     `all_reduce` is a round of the engine's collectives. `gradient` is a round of the sum of gradients during backward.
     """
 
-    cores: int = Field(default=2, ge=1)
+    cores: Cores = 2
     all_reduce: RoundCost = RoundCost()
     gradient: RoundCost = RoundCost()
 
@@ -145,7 +150,7 @@ class Event(Validated):
     kind: Literal["crash", "join", "pause", "slow"]
     worker: int = Field(ge=0)
     duration: PositiveSeconds | None = Field(default=None, alias="for")
-    factor: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    factor: Factor | None = None
 
     @property
     def until(self) -> float:
@@ -192,15 +197,20 @@ class Cluster(Validated):
     alpha: Seconds = 20e-6
     beta: PerByte = 0.1e-9
     gamma: PerByte = 0.3e-9
-    header: int = Field(default=HEADER, ge=0)
-    field: int = Field(default=16, ge=0)
-    small: int = Field(default=SMALL, ge=0)
+    header: Nbytes = HEADER
+    field: Nbytes = 16
+    small: Nbytes = SMALL
     detection: Seconds = 0.05
     backward: float = Field(default=2 / 3, ge=0, le=1)
     memory_bandwidth: MemoryRate = 10e9
     unfairness: float = Field(default=0.0, ge=0, le=2)
     codecs: dict[str, CodecCost] = Field(default_factory=dict)
     events: tuple[Event, ...] = ()
+
+    @model_validator(mode="after")
+    def _not_too_many(self) -> Cluster:
+        check_workers(self.workers)
+        return self
 
     @model_validator(mode="after")
     def _one_host_or_several(self) -> Cluster:
@@ -217,7 +227,9 @@ class Cluster(Validated):
             worker, kind = event.worker, event.kind
             if worker >= self.workers:
                 right = f"write 0 to {self.workers - 1}, or describe more machines"
-                raise FieldError(("events", i, "worker"), f"there is no worker {worker} among {self.workers}: {right}")
+                raise FieldError(
+                    ("events", i, "worker"), f"there is no worker {quoted(worker)} among {self.workers}: {right}"
+                )
             present = there.get(worker, kind != "join")
             if present == (kind == "join"):
                 problem = f"worker {worker} cannot {kind} at {units.as_seconds(event.at)}: "
@@ -237,12 +249,9 @@ class Cluster(Validated):
     def from_yaml(cls, path: str | Path) -> Cluster:
         """Read a cluster file. Raises `ClusterError` with the file and the key."""
         try:
-            given = read_yaml(Path(path).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it is not text"
-            raise ClusterError(f"{path}: the cluster file cannot be read ({reason}): give a YAML file.") from None
-        except yaml.YAMLError as error:
-            raise ClusterError(f"{path}: {_where(error)}, so this is not the YAML of a cluster.") from None
+            given = read_yaml_file(path)
+        except ValueError as error:
+            raise ClusterError(f"{path}: {error}: give the YAML file of a cluster.") from None
         if not isinstance(given, dict) or not all(isinstance(key, str) for key in given):
             keys = ", ".join(cls.model_fields)
             raise ClusterError(f"{path}: a cluster file is a mapping: write keys out of {keys}.")
@@ -349,11 +358,6 @@ class Cluster(Validated):
     def _places(self) -> tuple[int, ...]:
         """The number of each worker among those of its kind."""
         return tuple(i for kind in self.machines for i in range(kind.count * kind.workers))
-
-
-def _where(error: yaml.YAMLError) -> str:
-    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or "unreadable"
-    return problem if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: {problem}"
 
 
 def _resolved(given: dict[str, Any], folder: Path) -> dict[str, Any]:

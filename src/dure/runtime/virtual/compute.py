@@ -28,13 +28,25 @@ from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import AfterValidator, Discriminator, Field, Tag, field_validator, model_validator
 
 from dure.core import units
+from dure.core.regular_file import read_regular
+from dure.core.text import quoted
 from dure.core.units import Flops, PositiveSeconds, Seconds
 from dure.core.validated import FieldError, Validated
 
 Factors = NDArray[np.float64]
+
+
+def _of_moderate_size(value: float) -> float:
+    """Return `value`. Raises `ValueError` for one with which durations would not be finite or above zero."""
+    if not 1e-9 <= value <= 1e9:
+        raise ValueError(f"{value:g} must be from 1e-09 to 1e+09")
+    return value
+
+
+Factor = Annotated[float, Field(gt=0, allow_inf_nan=False), AfterValidator(_of_moderate_size)]
 
 _BLOCK = 64  # draws at a time; small, since every worker keeps a block
 _ONES = (1.0,) * _BLOCK
@@ -110,7 +122,7 @@ class LogNormal(_Compute):
     """Log-normal durations; `sigma` is the standard deviation of their logarithm."""
 
     distribution: Literal["lognormal"] = "lognormal"
-    sigma: float = Field(default=0.3, ge=0, allow_inf_nan=False)
+    sigma: float = Field(default=0.3, ge=0, le=10, allow_inf_nan=False)
 
     def factors(self, rng: np.random.Generator, count: int) -> Factors:
         return np.exp(self.sigma * rng.standard_normal(count) - 0.5 * self.sigma**2)
@@ -170,11 +182,11 @@ class Trace(_Compute):
 def _read_durations(path: Path) -> list[float]:
     """Read the durations of a trace file, in seconds."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_regular(path).decode("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise ValueError(
-            f"the trace file {str(path)!r} cannot be read ({reason}): give one duration per line"
+            f"the trace file {quoted(str(path))} cannot be read ({reason}): give one duration per line"
         ) from None
     return [units.seconds(text) for line in lines if (text := line.partition("#")[0].strip())]
 
@@ -198,7 +210,7 @@ class LogNormalSpeeds(Validated):
     """Log-normal speeds of machines, with median 1."""
 
     distribution: Literal["lognormal"]
-    sigma: float = Field(default=0.2, ge=0, allow_inf_nan=False)
+    sigma: float = Field(default=0.2, ge=0, le=10, allow_inf_nan=False)
 
     def speed(self, rng: np.random.Generator) -> float:
         return float(np.exp(self.sigma * rng.standard_normal()))
@@ -208,8 +220,8 @@ class UniformSpeeds(Validated):
     """Speeds of machines, uniform from `low` to `high`."""
 
     distribution: Literal["uniform"]
-    low: float = Field(default=0.5, gt=0, allow_inf_nan=False)
-    high: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    low: Factor = 0.5
+    high: Factor = 1.0
 
     @model_validator(mode="after")
     def _in_order(self) -> UniformSpeeds:
@@ -219,9 +231,6 @@ class UniformSpeeds(Validated):
 
     def speed(self, rng: np.random.Generator) -> float:
         return float(rng.uniform(self.low, self.high))
-
-
-Factor = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 def _speed_tag(value: Any) -> Any:

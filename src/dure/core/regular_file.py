@@ -1,0 +1,39 @@
+"""Reading of files that others have made: regular files of a bounded size.
+
+A pipe could block for ever, a device has no end, and a file without data on the disk (sparse) can claim any size.
+"""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+LARGEST = 1 << 28
+"""Most bytes of a file that is read whole. A history of a million evaluations has about as many."""
+
+
+def is_regular(path: Path) -> bool:
+    """Whether `path` is a regular file. A name that no file can have is none."""
+    try:
+        return path.is_file()
+    except OSError:  # the name is too long
+        return False
+
+
+def check_regular(path: Path) -> None:
+    """Raise OSError if `path` is a pipe or a device: reading it could block for ever."""
+    if path.exists() and not path.is_file() and not path.is_dir():  # to open a folder is an error of its own
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+
+
+def read_regular(path: Path, most: int = LARGEST) -> bytes:
+    """The content of a file. Raises OSError if it is missing, not regular, or has more than `most` bytes."""
+    check_regular(path)
+    try:
+        with path.open("rb") as file:
+            content = file.read(most + 1)
+    except ValueError as error:  # a name with a null character
+        raise OSError(errno.EINVAL, str(error), str(path)) from error
+    if len(content) > most:
+        raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", str(path))
+    return content
