@@ -458,3 +458,95 @@ def test_the_report_of_a_comparison_has_its_target(tmp_path):
     assert "12.5 %" in (tmp_path / "r.html").read_text()
     here("report", "runs", "--target", "0.375", "--out", "r.html", cwd=tmp_path)
     assert "37.5 %" in (tmp_path / "r.html").read_text()
+
+
+# ---- exit statuses
+
+UNUSABLE = Path(__file__).parents[1] / "support" / "unusable_jobs.py"
+
+WRONG = {
+    "no such name": "quadrtic",
+    "no such file": "absent.py:f",
+    "no function named": f"{UNUSABLE}",
+    "no such function": f"{UNUSABLE}:absent",
+    "no function": f"{UNUSABLE}:INPUTS",
+    "no such parameter": f"{UNUSABLE}:rows:width=1",
+    "parameter of another type": f"{UNUSABLE}:rows:count=x",
+    "parameter without value": f"{UNUSABLE}:rows:count",
+    "parameter of terabytes": f"{UNUSABLE}:rows:count=100000000000000",
+    "model of terabytes": f"{UNUSABLE}:columns:count=100000000000000",
+    "built-in model of terabytes": "digits-mlp:hidden=10000000000",
+    "size beyond 64 bits": f"digits-mlp:hidden=1{'0' * 30}",
+    "text of a megabyte": "x" * 1_000_000,
+    "name that no file has": f"{'x' * 5000}.py:f",
+    **{
+        name: f"{UNUSABLE}:{name}"
+        for name in (
+            *("raises", "exits", "mute", "wordy", "nothing", "module", "needs", "no_parameters", "frozen"),
+            *("model_raises", "model_exits", "no_model", "other_width", "empty", "other_length", "no_batch"),
+            *("vector_loss", "no_loss", "loss_raises", "without_gradient", "accuracy_raises", "wrong_accuracy"),
+            "data_raises",
+        )
+    },
+}
+
+
+def is_sentence(text):
+    return text.startswith("dure: ") and text.count("\n") == 1 and len(text) < 4100 and "\x1b" not in text
+
+
+@pytest.mark.parametrize("job", WRONG.values(), ids=WRONG.keys())
+def test_a_job_that_is_unusable_before_the_training_is_wrong_usage(job):
+    assert is_sentence(refused("train", job, "--on", "virtual", "--workers", "2", "--steps", "2"))
+
+
+@pytest.mark.parametrize("name", ["no_parameters", "model_raises", "other_width", "vector_loss", "exits"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("train", "--on", "virtual", "--timing-only"),
+        ("train", "--on", "local"),
+        ("compare", "--on", "virtual", "--strategy", "bsp", "--strategy", "ssp"),
+        ("plan", "--within", "1"),
+        ("probe",),
+    ],
+    ids=["timing", "local", "compare", "plan", "probe"],
+)
+def test_every_command_gives_a_wrong_job_the_same_status(command, name, tmp_path):
+    if (command[-1], name) == ("--timing-only", "vector_loss"):
+        pytest.skip("a run without values computes no loss")
+    assert is_sentence(refused(command[0], f"{UNUSABLE}:{name}", *command[1:], "--workers", "2", cwd=tmp_path))
+
+
+def test_a_file_that_cannot_be_loaded_is_wrong_usage(tmp_path):
+    for number, content in enumerate(
+        [b"def f(:\n", b"import no_such_package\n", b"\xff\xfe", b"", b"raise SystemExit(0)\n"]
+    ):
+        path = tmp_path / f"job{number}.py"
+        path.write_bytes(content)
+        assert is_sentence(refused("train", f"{path}:f", "--on", "virtual"))
+
+
+def test_an_error_during_the_training_is_a_failure_whose_text_is_shown_once_and_shortened():
+    done = here("train", f"{UNUSABLE}:later", "--on", "virtual", "--workers", "2", "--steps", "20", "--json")
+    assert (done.returncode, done.stdout) == (1, "")
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("dure: your own code raised ValueError: xxx")
+    assert "characters left out" in last
+    assert len(done.stderr) < 5000
+
+
+def test_an_error_of_a_worker_process_is_shortened_wherever_it_is_shown():
+    done = here("train", f"{UNUSABLE}:later", "--on", "local", "--workers", "2", "--steps", "200")
+    assert done.returncode == 1
+    assert "ValueError: xxx" in done.stderr
+    assert len(done.stderr) < 40_000
+
+
+@pytest.mark.parametrize("option", ["--workers", "--steps", "--batch-size", "--lr", "--seed"])
+def test_a_number_of_any_length_is_refused_in_a_sentence(option):
+    for value in ("9" * 5000, "1e400", "nan", "-1", "x" * 100_000):
+        assert is_sentence(refused("train", "quadratic", "--on", "virtual", option, value))
+    if option == "--workers":
+        said = refused("train", "quadratic", "--on", "virtual", option, "1000000000")
+        assert "1,000,000,000 workers are too many: one process holds the state of all" in said

@@ -62,6 +62,15 @@ def test_what_dure_says_on_purpose_and_what_it_does_wrong_passes():
 
 def test_a_long_text_is_cut():
     with pytest.raises(UsageError) as caught, user_code.explain_user_errors("it raised"):
-        raise ValueError("word\n" * 1000)
-    assert len(str(caught.value)) < 700
-    assert "\n" not in str(caught.value)
+        raise ValueError("first\n" + "word\n" * 1000 + "last")
+    said = str(caught.value)
+    assert len(said) < 2200
+    assert "\n" not in said
+    assert "ValueError: first word" in said
+    assert "characters left out" in said
+    assert "word last (" in said
+
+
+def test_a_file_that_ends_the_process_is_refused(tmp_path):
+    said = broken(tmp_path, "import sys\nsys.exit('enough')\n")
+    assert said == "SystemExit: enough (mine.py, line 2)."

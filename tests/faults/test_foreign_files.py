@@ -12,8 +12,9 @@ from support.real_runs import Trial, configured
 import dure
 from dure.cli.main import main
 from dure.core.state import State
-from dure.errors import DureError
+from dure.errors import DureError, RecordError
 from dure.report import read_run
+from dure.report.timeline import timeline
 from dure.run import checkpoint
 
 DEEP = b"[" * 100_000
@@ -109,6 +110,48 @@ def test_numbers_that_json_cannot_hold_are_read(runs):
     assert read_run(runs / "virtual").history[-1]["seconds"] == float("inf")
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", ["config.json", "history.jsonl"])
+def test_a_record_larger_than_any_run_writes_is_not_read(runs, name, capsys):
+    with (runs / "virtual" / name).open("r+b") as file:
+        file.truncate(1 << 40)
+    line = said(1, ["report", runs / "virtual", "--out", runs / "r.html"], capsys)
+    assert f"{runs / 'virtual' / name} cannot be read: it has more than 268,435,456 bytes" in line
+
+
+@pytest.mark.timeout(60)
+def test_a_trace_that_is_none_is_named(tmp_path):
+    path = tmp_path / "trace.json"
+    for content in (None, b'{"ph": 1}\n', b'{"ph"' * 9, b'{"ph": "X", "name": 3}\n', b"\xff"):
+        path.unlink(missing_ok=True)
+        os.mkfifo(path) if content is None else path.write_bytes(content)
+        with pytest.raises(RecordError, match="is no trace that dure wrote"):
+            timeline(path)
+
+
+CONTROLS = "\x1b[31m\x1b]0;title\x07\r\u202e\x9b2J"
+
+
+def test_control_characters_of_a_record_do_not_reach_the_terminal(runs, capsys):
+    for name in ("config.json", "summary.json"):
+        path = runs / "virtual" / name
+        path.write_text(
+            json.dumps(json.loads(path.read_text(), parse_int=int), ensure_ascii=True).replace(
+                "ssp", f"ssp{json.dumps(CONTROLS)[1:-1]}"
+            )
+        )
+    assert main(["report", str(runs / "virtual"), "--out", str(runs / "r.html")]) == 0
+    shown = capsys.readouterr()
+    page = (runs / "r.html").read_text(encoding="utf-8")
+    assert "ssp\\x1b[31m" in page
+    for text in (shown.out, shown.err, page):
+        assert not set(CONTROLS) & set(text) - set("[31m]0;title2J")
+    (runs / "virtual" / "config.json").write_text(json.dumps({"config": CONTROLS}))
+    line = said(1, ["report", runs / "virtual", "--out", runs / "r.html"], capsys)
+    assert "\\x1b[31m" in line
+    assert not {"\x1b", "\x07", "\r", "\u202e", "\x9b"} & set(line)
+
+
 # ---- checkpoints
 
 
@@ -134,6 +177,54 @@ def test_a_pipe_in_a_checkpoint_leaves_the_older_one(tmp_path, name):
     (tmp_path / "step-2" / name).unlink()
     os.mkfifo(tmp_path / "step-2" / name)
     assert checkpoint.load(tmp_path).step == 1
+
+
+def two_checkpoints(folder):
+    for step in (1, 2):
+        draft = checkpoint.begin(folder, step)
+        checkpoint.write_part(draft, "run", State({}, {"history": []}))
+        checkpoint.commit(folder, step)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", ["run.json", "run.safetensors"])
+def test_a_file_of_another_size_than_in_the_manifest_is_not_read(tmp_path, name):
+    two_checkpoints(tmp_path)
+    with (tmp_path / "step-2" / name).open("r+b") as file:
+        file.truncate(1 << 40)  # a terabyte without data on the disk: minutes to read
+    read = checkpoint.load(tmp_path)
+    assert read.step == 1
+    assert read.passed_over == [f"step-2: {name} is damaged: it does not match the manifest"]
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"../step-1/run.json": "run.json"},
+        {"/etc/passwd": "run.json"},
+        {"run.json": "run.json"},
+        {"run.json": {"size": -1, "xxh3": ""}},
+        {"run.json": {"size": "1"}},
+        {"run.json": 3},
+        ["run.json"],
+    ],
+)
+def test_a_manifest_whose_names_or_sizes_are_wrong_leaves_the_older_checkpoint(tmp_path, files):
+    two_checkpoints(tmp_path)
+    path = tmp_path / "step-2" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    if isinstance(files, dict):
+        files = {
+            name: manifest["files"].get(as_in, as_in) if isinstance(as_in, str) else as_in
+            for name, as_in in files.items()
+        }
+    manifest["files"] = files
+    del manifest["xxh3"]
+    manifest["xxh3"] = xxhash.xxh3_64_hexdigest(json.dumps(manifest, sort_keys=True).encode())
+    path.write_text(json.dumps(manifest))
+    read = checkpoint.load(tmp_path)
+    assert read.step == 1
+    assert read.passed_over[0].startswith("step-2: ")
 
 
 def rewrite(folder, part, *, plain=None, tensors=None):

@@ -27,10 +27,11 @@ from dure import __version__
 from dure.cli.emission import Emission, check_emission, of_train
 from dure.cli.rl import RlOptions, values_of
 from dure.core.folder_names import CHECKPOINTS, LATEST
+from dure.core.text import printable, sentence
 from dure.core.user_code import explain_user_errors
 from dure.errors import DureError, UsageError
 from dure.planner.options import PlanOptions
-from dure.run.config import CompareConfig, Count, Options, TrainConfig, checked, goal
+from dure.run.config import CompareConfig, Count, Options, TrainConfig, Workers, checked, goal
 from dure.run.places import DEFAULT, has_early_fork_server, is_started_outside
 from dure.runtime.launch.interruption import Interrupted, Interruption
 from dure.runtime.launch.relay import STDERR, STDOUT, flush
@@ -95,6 +96,10 @@ class Methods:
                 return CommandResult({"drawing": drawing.row}, shown_method(drawing))
             drawn = draw(self.name, self.draw)
             return CommandResult({"drawing": drawn.row}, shown(drawn))
+        if self.workers is not None:
+            from pydantic import TypeAdapter
+
+            checked("workers", self.workers, TypeAdapter(Workers))
         rows = members(self.name, self.workers)
         return CommandResult({"methods": rows}, tables(rows, details=bool(self.name)))
 
@@ -436,12 +441,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     _tell(done, out, as_json=command.json)
             return done.status
     except DureError as error:
-        _say(f"dure: {' '.join(str(error).split())}")
+        _say(f"dure: {sentence(str(error))}")
         if interruption.number is not None:
             return _interrupted(interruption.number, command)
         return 2 if isinstance(error, UsageError) else 1
     except Interrupted as end:
         return _interrupted(end.number, command)
+    except MemoryError as error:
+        _say(f"dure: the memory of this machine is too small for this: {sentence(str(error)) or 'MemoryError'}")
+        return 1
     except BrokenPipeError:  # the reader has closed the pipe
         pass
     return 0
@@ -571,16 +579,12 @@ def layered(kind: type[O], config: type[Options], arguments: Sequence[str], envi
 
 
 def _read(path: Path, config: type[Options]) -> dict[str, Any]:
-    import yaml
-
-    from dure.core.yaml_text import read_yaml
+    from dure.core.yaml_text import read_yaml_file
 
     try:
-        values = read_yaml(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}.") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} is no YAML: {error}.") from error
+        values = read_yaml_file(path)
+    except ValueError as error:
+        raise UsageError(f"{path}: {error}. Give a YAML file of options as KEY: VALUE lines.") from error
     if not isinstance(values, dict):
         raise UsageError(f"{path} must hold options as KEY: VALUE lines, it holds {type(values).__name__}.")
     values = {"on" if key is True else key: value for key, value in values.items()}  # YAML 1.1 reads the word as true
@@ -698,13 +702,26 @@ def _show(what: Any, stream: TextIO) -> None:
     from rich.console import Console
 
     if isinstance(what, str):
-        stream.write(what)
+        stream.write(printable(what) if stream.isatty() else what)  # a file gets the exact text
         return
     console = Console(file=stream)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console = Console(file=stream, width=WIDTH)
-    console.print(what)
+    console.print(_Printable(what))
+
+
+@dataclass(frozen=True)
+class _Printable:
+    """Shows `what` with control characters in its text escaped: they come from records and files."""
+
+    what: Any
+
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        from rich.segment import Segment
+
+        for text, style, control in console.render(self.what, options):
+            yield Segment(text if control else printable(text), style, control)
 
 
 def _say(line: str) -> None:
-    sys.stderr.write(f"{line}\n")
+    sys.stderr.write(f"{printable(line)}\n")

@@ -10,13 +10,14 @@ import importlib.util
 import re
 import sys
 import sysconfig
-import textwrap
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
+from dure.core import text as messages
+from dure.core.regular_file import is_regular
 from dure.errors import DureError, UsageError
 
 _FILES: dict[str, str] = {}
@@ -26,7 +27,7 @@ _OURS = Path(__file__).parents[1]  # the package
 _STANDARD = Path(sysconfig.get_path("stdlib"))
 _INSTALLED = {"site-packages", "dist-packages"}
 
-LONGEST = 500
+LONGEST = 2000
 """Most characters of an exception's text in an error."""
 
 
@@ -72,7 +73,7 @@ def run(file: str) -> ModuleType:
     Raises `UsageError` if the file does not exist or raises.
     """
     path = Path(file)
-    if not path.is_file():
+    if not is_regular(path):
         raise UsageError(f"there is no file {file} (looked from {Path.cwd()}). Write FILE.py:NAME.")
     name = f"dure_file_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path.resolve())
@@ -133,17 +134,16 @@ def explain_user_errors(what: str, kind: type[DureError] = UsageError, *, only: 
         yield
     except DureError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         place = _place(error)
         if only and place is None:
             raise
-        text = error.msg if isinstance(error, SyntaxError) else str(error)
-        text = textwrap.shorten(text, LONGEST, placeholder=" ...").rstrip(".")
+        text = messages.shortened(" ".join(messages.text_of(error).split()), LONGEST).rstrip(".")
         where = "" if place is None else f" ({_near(place[0])}, line {place[1]})"
         raise kind(f"{what} {type(error).__name__}{': ' if text else ''}{text}{where}.") from error
 
 
-def _place(error: Exception) -> tuple[Path, int] | None:
+def _place(error: BaseException) -> tuple[Path, int] | None:
     """The user's file and line that raised, or that called the library which raised; None if dure did."""
     if isinstance(error, SyntaxError) and error.filename is not None and error.lineno is not None:
         return Path(error.filename), error.lineno

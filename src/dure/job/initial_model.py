@@ -10,6 +10,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from dure.core.node import Ghost
+from dure.core.user_code import explain_user_errors
+from dure.errors import ReplicaError, UsageError
 from dure.job.groups import Rates, rates_of
 from dure.job.replica import Replica
 from dure.job.schedule import schedule_of
@@ -35,9 +37,12 @@ class InitialModel:
 
     @cached_property
     def replica(self) -> Replica:
-        """A replica with the initial values."""
-        module = self._job.build(self._seed)
-        return Replica(module if self._timing_only else module.to(self._device))  # it may be on the meta device
+        """A replica with the initial values. Raises `UsageError` for a model that cannot be one."""
+        try:
+            module = self._job.build(self._seed)
+            return Replica(module if self._timing_only else module.to(self._device))  # it may be on the meta device
+        except (ReplicaError, UsageError) as error:
+            raise UsageError(f"{self._job.name or 'the job'}: {error}") from error.__cause__ or error
 
     @property
     def params(self) -> Any:
@@ -72,5 +77,6 @@ class InitialModel:
 
 def is_on_meta(job: Job) -> bool:
     """Whether a job's data has shapes and no values: it is on PyTorch's meta device."""
-    inputs, _ = job.train.batch(torch.arange(1))
+    with explain_user_errors("reading its first sample raised"):
+        inputs, _ = job.train.batch(torch.arange(1))
     return any(isinstance(each, torch.Tensor) and each.is_meta for each in tree_leaves(inputs))

@@ -37,6 +37,7 @@ from torch import Tensor, nn
 
 from dure.core import user_code
 from dure.core.flop_counter import FlopCounter
+from dure.core.regular_file import is_regular
 from dure.core.spec_text import names, nearest, parse_member, parse_value
 from dure.errors import DureError, UsageError
 from dure.job.companions import Companions
@@ -159,10 +160,14 @@ class Job:
             self.split = parse_split(self.split)
 
     def build(self, seed: int = 0) -> nn.Module:
-        """Build a new module whose initial values depend only on `seed`; the global generator is left as it was."""
+        """Build a new module whose initial values depend only on `seed`; the global generator is left as it was.
+
+        Raises `UsageError` if `model` raises, as for a model that is larger than the memory.
+        """
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            return _made(self.model)
+            with user_code.explain_user_errors("its model() raised"):
+                return _made(self.model)
 
     def samplers(self, batch_sizes: Sequence[int], *, seed: int) -> Sequence[BatchSampler]:
         """One sampler of `train` per worker; worker k has batches of `batch_sizes[k]`."""
@@ -260,7 +265,7 @@ def _locate(text: str) -> tuple[str, Path | None]:
         return BUILT_IN[text], None
     path, _, function = text.rpartition(":")
     if path.endswith(".py"):
-        if not Path(path).is_file():
+        if not is_regular(Path(path)):
             raise UsageError(f"there is no file {path} (looked from {Path.cwd()}). Write FILE.py:FUNCTION.")
         return f"{path}:{function}", Path(path).resolve().parent
     if text.endswith(".py"):

@@ -118,8 +118,7 @@ def _check_place(what: str, values: Sequence[Tensor]) -> None:
 
 
 def _model(job: Job, seed: int) -> nn.Module:
-    with explain_user_errors("its model() raised"):
-        module = job.build(seed)
+    module = job.build(seed)
     _check_place("its model() builds", [*module.parameters(), *module.buffers()])
     try:
         Replica(module)

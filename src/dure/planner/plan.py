@@ -16,11 +16,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dure.core.user_code import explain_user_errors
 from dure.errors import DureError, UsageError
 from dure.job.initial_model import is_on_meta
 from dure.job.job import load_job
 from dure.job.shapes import numel_of, shapes_of
-from dure.job.validation import try_to_count
+from dure.job.validation import try_to_count, validate_job
 from dure.planner.answer import Ranking
 from dure.planner.calibration import calibrated, is_measured
 from dure.planner.candidates import CODECS, PLAIN
@@ -122,6 +123,9 @@ def scene_of(config: PlanOptions, job: Job | None, cluster: Cluster | None, say:
             f"strategies by runs: dure compare {config.job or job.name} --strategy bsp --strategy averaging "
             "--workers 2 --on virtual."
         )
+    name = config.job or job.name or "the job"
+    if cluster is None and config.on in ("", "local") and not is_on_meta(job):
+        validate_job(job, name, rows=config.batch_size or job.batch_size)  # before this machine is measured with it
     if cluster is None:
         cluster = _cluster(config, job, say)
     if config.workers not in (None, cluster.workers):
@@ -131,7 +135,7 @@ def scene_of(config: PlanOptions, job: Job | None, cluster: Cluster | None, say:
         )
     if config.goal is None:
         job = _without_values(job, cluster)
-    try_to_count(job, config.job or job.name or "the job")
+    try_to_count(job, name)
     times = None
     if is_measured(cluster) and not is_on_meta(job):
         say("measuring the job's blocks", 0, None)
@@ -145,8 +149,9 @@ def _without_values(job: Job, cluster: Cluster) -> Job:
     if is_measured(cluster) or is_on_meta(job):
         return job
     try:
-        return shapes_of(job) if numel_of(job) > LARGE else job
-    except (RuntimeError, DureError):  # a model that needs values
+        with explain_user_errors("its model() raised"):
+            return shapes_of(job) if numel_of(job) > LARGE else job
+    except DureError:  # a model that needs values, or a wrong one
         return job
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dure.core.target import Target
+from dure.core.text import printable
 from dure.errors import UsageError
 from dure.report import comparison, figures, labels
 from dure.report.comparison import Entry
@@ -125,12 +126,18 @@ def _template() -> Template:
     from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup
 
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=_printable
+    )
     environment.filters["svg"] = Markup
     environment.filters["breakable"] = breakable
     environment.globals.update({name: getattr(comparison, name) for name in _FILTERS})
     text = resources.files("dure.report").joinpath("report.html.j2").read_text(encoding="utf-8")
     return environment.from_string(text)
+
+
+def _printable(value: object) -> object:
+    return printable(value) if type(value) is str else value  # marked-up text was made from printable parts
 
 
 _COSTS = {
@@ -320,7 +327,7 @@ def breakable(text: str) -> Markup:
     """Escapes `text`, and lets a browser break a long strategy after commas."""
     from markupsafe import Markup, escape
 
-    return Markup(re.sub(r"(,)", r"\1<wbr>", str(escape(text))))  # noqa: S704  (escaped just here)
+    return Markup(re.sub(r"(,)", r"\1<wbr>", str(escape(printable(text)))))  # noqa: S704  (escaped just here)
 
 
 def _origin(entry: Entry) -> dict[str, str]:

@@ -19,6 +19,8 @@ from rich.progress import BarColumn, TaskID, TextColumn
 from rich.progress import Progress as Bar
 from rich.table import Column
 
+from dure.core.text import printable
+
 NAME = 22
 """Columns of the name of a run."""
 
@@ -46,7 +48,7 @@ class Progress:
         every: float = 5.0,
     ) -> None:
         self.evaluation_seconds = 0.0
-        self._name = f"{_cut(name, NAME - len(place))}{place}"
+        self._name = f"{_cut(printable(name), NAME - len(place))}{place}"
         self._clock = clock
         self._console = console or Console(stderr=True)
         self._bar = self._terminal_bar() if self._console.is_terminal else None
@@ -83,6 +85,7 @@ class Progress:
 
     def notice(self, text: str) -> None:
         """Show `text` at the end of the line until the next call: the processes that a run waits for."""
+        text = printable(text)
         if text == self._notice:
             return
         self._notice = text

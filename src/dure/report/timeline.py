@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+from dure.core.regular_file import check_regular
+from dure.errors import RecordError
 
 ACTIONS = {
     "F": ("forward", "#9CC8F2"),
@@ -19,6 +22,9 @@ ACTIONS = {
 
 MOST = 36
 """Actions of one worker in a timeline."""
+
+LONGEST = 1 << 20
+"""Most characters of a line of a trace."""
 
 _ACTION = re.compile(r"(?P<kind>[FBIWS])(?P<number>\d+(?:\.\d+)?'*)(?: (?P<weights>w\d+(?:\+\d+)?))?")
 """The text of an action in a trace: its kind, mini-batch and micro-batch, and the weights that it reads."""
@@ -57,20 +63,28 @@ def timeline(path: Path) -> Mapping[str, Sequence[Bar]]:
 
     The trace is read up to the action that is one too many.
     """
+    try:
+        check_regular(path)
+        with path.open(encoding="utf-8") as file:
+            return _bars(iter(lambda: file.readline(LONGEST), ""))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise RecordError(f"{path} is no trace that dure wrote ({type(error).__name__}: {error}).") from error
+
+
+def _bars(lines: Iterable[str]) -> Mapping[str, Sequence[Bar]]:
     names: dict[int, str] = {}
     rows: dict[str, list[Bar]] = {}
-    with path.open(encoding="utf-8") as file:
-        for line in file:
-            if not line.startswith('{"ph"'):
-                continue
-            event = json.loads(line.rstrip(",\n"))
-            if event["name"] == "process_name":
-                names[event["pid"]] = event["args"]["name"]
-            found = _ACTION.fullmatch(event["name"]) if event.get("cat") == "compute" else None
-            if found is not None:
-                row = rows.setdefault(names[event["pid"]], [])
-                if len(row) == MOST:
-                    break
-                start = event["ts"] / 1e6
-                row.append(Bar(start, start + event["dur"] / 1e6, **found.groupdict("")))
+    for line in lines:
+        if not line.startswith('{"ph"'):
+            continue
+        event = json.loads(line.rstrip(",\n"))
+        if event["name"] == "process_name":
+            names[event["pid"]] = event["args"]["name"]
+        found = _ACTION.fullmatch(event["name"]) if event.get("cat") == "compute" else None
+        if found is not None:
+            row = rows.setdefault(names[event["pid"]], [])
+            if len(row) == MOST:
+                break
+            start = event["ts"] / 1e6
+            row.append(Bar(start, start + event["dur"] / 1e6, **found.groupdict("")))
     return {name: rows[name] for name in names.values() if name in rows}

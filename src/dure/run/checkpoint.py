@@ -29,9 +29,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from dure.core.folder_names import LATEST
+from dure.core.regular_file import check_regular, read_regular
 from dure.core.state import State
 from dure.errors import CheckpointError, DureError
-from dure.report.files import check_regular, read_regular
 
 KEEP = 3
 """Checkpoints that stay on the disk."""
@@ -181,7 +181,7 @@ def prune(folder: Path, keep: int = KEEP) -> None:
 
 def _step_of(path: Path) -> int:
     digits = path.name.removeprefix("step-").removesuffix(".tmp")
-    return int(digits) if digits.isdigit() else -1
+    return int(digits) if digits.isdecimal() else -1
 
 
 def _read(candidate: Path) -> Parts:
@@ -191,9 +191,16 @@ def _read(candidate: Path) -> Parts:
     if manifest.pop("xxh3") != _own_digest(manifest) or manifest["step"] != _step_of(candidate):
         raise CheckpointError("manifest.json is damaged: it does not match itself, or its folder")
     for name, fingerprint in manifest["files"].items():
-        if _fingerprint(candidate / name) != fingerprint:
+        if Path(name).name != name:
+            raise CheckpointError(f"manifest.json names {name!r}, which is no file of this folder")
+        check_regular(candidate / name)
+        size = (candidate / name).stat().st_size  # a sparse file can claim more bytes than anyone could read
+        if size != fingerprint["size"] or _fingerprint(candidate / name) != fingerprint:
             raise CheckpointError(f"{name} is damaged: it does not match the manifest")
     names = [name.removesuffix(".json") for name in manifest["files"] if name.endswith(".json")]
+    unlisted = next((name for name in names if f"{name}.safetensors" not in manifest["files"]), None)
+    if unlisted is not None:
+        raise CheckpointError(f"manifest.json does not name {unlisted}.safetensors")
     return {
         name: State(load_file(candidate / f"{name}.safetensors"), _read_object(candidate / f"{name}.json"))
         for name in names

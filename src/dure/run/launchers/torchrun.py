@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from dure.core.deployment import WORKER, NodeId
 from dure.core.folder_names import CHECKPOINTS, LATEST
+from dure.core.text import sentence, text_of
 from dure.errors import DureError, PeerLost, RemoteError, UsageError
 from dure.report.run import Run
 from dure.report.values import versions
@@ -101,7 +102,7 @@ def run_real(
             run = run_here(config, lambda *given: _lead(rendezvous, *given))
     except BaseException as error:
         with suppress(RuntimeError):
-            rendezvous.fail(f"{type(error).__name__}: {error}")
+            rendezvous.fail(f"{type(error).__name__}: {sentence(text_of(error))}")
         raise
     rendezvous.put("record", {"history": run.history, "summary": run.summary()})
     rendezvous.part()

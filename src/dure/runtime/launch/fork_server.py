@@ -37,6 +37,7 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, NamedTuple
 
+from dure.core.text import sentence, traceback_of
 from dure.errors import DureError
 from dure.runtime.heartbeat import BeatPipe
 from dure.runtime.launch import relay
@@ -306,11 +307,11 @@ class _ForkLoop:
             if isinstance(end.code, str):
                 sys.stderr.write(f"{end.code}\n")
         except DureError as error:  # the launcher reports the last line
-            sys.stderr.write(f"{' '.join(str(error).split())}\n")
+            sys.stderr.write(f"{sentence(str(error))}\n")
         except BaseException as error:  # noqa: BLE001  (the launcher reports the last line)
             relay.flush()
-            traceback.print_exception(error)
-            sys.stderr.write(" ".join("".join(traceback.format_exception_only(error)).split()) + "\n")
+            sys.stderr.write(traceback_of(error))
+            sys.stderr.write(f"{sentence(''.join(traceback.format_exception_only(error)))}\n")
         finally:
             relay.flush()
             os._exit(status)

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
+
+from dure.core.text import printable, sentence
 
 STDIN, STDOUT, STDERR = 0, 1, 2
 
@@ -51,9 +54,18 @@ class Prefixed:
         shown = [line.rstrip(b"\r").rpartition(b"\r")[2] for line in lines]  # of a progress bar, its last state
         texts = [line for line in shown if line.strip()]
         if texts:
-            self.last = texts[-1].decode(errors="replace").strip()
+            self.last = sentence(texts[-1].decode(errors="replace"))
         with suppress(OSError):  # standard error has no reader
-            write_all(self._target, b"".join(self._prefix + line + b"\n" for line in shown))
+            write_all(self._target, b"".join(self._prefix + _shown(line) + b"\n" for line in shown))
+
+
+_COLOR = re.compile(r"(\x1b\[[0-9;]*m)")
+
+
+def _shown(line: bytes) -> bytes:
+    """A line of user code with its control characters escaped, except colors."""
+    parts = _COLOR.split(line.decode(errors="replace"))
+    return "".join(part if number % 2 else printable(part) for number, part in enumerate(parts)).encode()
 
 
 def write_all(target: int, content: bytes) -> None:
