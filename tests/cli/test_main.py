@@ -243,7 +243,7 @@ def test_a_bad_configuration_file_is_named(tmp_path, text, words):
 
 
 def test_a_configuration_file_that_is_not_there_is_named():
-    assert "cannot read nowhere.yaml" in refused("train", "digits-mlp", "--config", "nowhere.yaml")
+    assert "nowhere.yaml: it cannot be read" in refused("train", "digits-mlp", "--config", "nowhere.yaml")
 
 
 def test_a_bad_environment_variable_is_named():

@@ -44,8 +44,8 @@ class Numeric(Exception):
 
 
 def test_an_exception_without_a_text_has_one():
-    assert "__str__ raised RuntimeError" in text_of(Mute())
-    assert "__str__ raised TypeError" in text_of(Numeric())
+    assert text_of(Mute()) == text_of(Numeric()) == "<exception str() failed>"
+    assert text_of(ValueError("said")) == "said"
 
 
 def chain(links):

@@ -66,10 +66,9 @@ def sentence(text: str) -> str:
 
 def text_of(error: BaseException) -> str:
     """The text of an exception, also of one whose `__str__` fails."""
-    try:
-        return error.msg if isinstance(error, SyntaxError) else str(error)
-    except Exception as wrong:  # noqa: BLE001  (it is user code)
-        return f"its text cannot be shown, as its __str__ raised {type(wrong).__name__}"
+    if isinstance(error, SyntaxError):
+        return error.msg
+    return str(traceback.TracebackException(type(error), error, None, limit=0))
 
 
 def traceback_of(error: BaseException) -> str:
@@ -77,11 +76,17 @@ def traceback_of(error: BaseException) -> str:
     return shortened(printable("".join(traceback.format_exception(error))), LONGEST_TRACEBACK)
 
 
+def _in_log(value: object) -> object:
+    text = text_of(value) if isinstance(value, BaseException) else value
+    return shortened(printable(text)) if isinstance(text, str) else value
+
+
 class Printable(logging.Filter):
-    """Makes the messages and tracebacks of a log printable, and shortens them."""
+    """Makes texts, exceptions and tracebacks in the records of a log printable, and shortens them."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        record.msg, record.args = shortened(printable(record.getMessage())), ()
+        if isinstance(record.args, tuple):
+            record.args = tuple(map(_in_log, record.args))
         if record.exc_info and record.exc_info[1] is not None:
             record.exc_text = traceback_of(record.exc_info[1])
         return True
