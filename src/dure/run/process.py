@@ -38,7 +38,7 @@ from dure.run.worker_memory import check_process_memory
 from dure.run.workers import build_worker, restore_worker
 from dure.runtime.launch.engine_store import connected
 from dure.runtime.launch.machine_memory import memory_limit
-from dure.runtime.launch.rendezvous import lead_engine
+from dure.runtime.launch.own_address import lead_engine, one_family
 from dure.runtime.launch.watchdog import without_watchdog
 from dure.runtime.process.node import ProcessNode
 from dure.runtime.wire import Loss
@@ -443,7 +443,7 @@ def engine_groups(node: ProcessNode, workers: int, store: Sequence[Any], device:
         prefix.set(f"device {node.rank}", place_of(device))
         places = [prefix.get(f"device {rank}").decode() for rank in range(workers)]
     backends = backends_of(device, places)
-    with without_watchdog(device):
+    with one_family(), without_watchdog(device):
         dist.init_process_group(backends, store=prefix, rank=node.rank, world_size=workers, timeout=TIMEOUT)
     if device.type != "cpu":  # NCCL connects now: later, a slow rank could exceed the time limit of the store
         dist.all_reduce(torch.zeros(1, device=device))

@@ -32,10 +32,14 @@ srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" \\
 
 TOWARD = """\
 import socket, sys
-with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
-  udp.connect((sys.argv[1], 9))
-  print(udp.getsockname()[0])"""
-"""A program that prints the address of this machine on its way to another; it sends nothing."""
+for family, kind, _, _, place in sorted(socket.getaddrinfo(sys.argv[1], 9, type=socket.SOCK_DGRAM)):
+  with socket.socket(family, kind) as udp:
+    if udp.connect_ex(place) == 0:
+      print(udp.getsockname()[0])
+      break
+else:
+  sys.exit("this machine cannot reach " + sys.argv[1])"""
+"""A program that prints the address of this machine on its way to another, over IPv4 if it can; it sends nothing."""
 
 AGAIN = """\
 if [[ ${{SLURM_RESTART_COUNT:-0}} -gt 0 && -e {latest} ]]; then  # Slurm has requeued the job

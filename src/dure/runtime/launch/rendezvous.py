@@ -6,13 +6,11 @@ exchange notes (JSON values) in the engine's store. A rank that fails leaves a n
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import socket
-import struct
 import time
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,14 +20,12 @@ from typing import Any
 from dure.core.node import nothing
 from dure.errors import CallTimeout, PeerLost, UsageError
 from dure.runtime.launch.engine_store import listening_store
+from dure.runtime.launch.own_address import address_toward, lead_engine
 
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 MEETING_SECONDS = 120.0
 """Time limit for the start of the other ranks."""
-
-ENGINE_INTERFACE = "GLOO_SOCKET_IFNAME"
-"""Environment variable of the engine: the network interface of its collectives."""
 
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 """Environment variable of torchrun: whether its agent has the store."""
@@ -39,8 +35,6 @@ PARTING_SECONDS = 5.0
 
 LOOK_SECONDS = 0.02
 """Period of the look for a missing note."""
-
-_SIOCGIFADDR = 0x8915  # Linux; on other systems the engine chooses the interface
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +58,7 @@ class RankEnvironment:
         """The address at which others reach this machine: that of its route to the master."""
         if self.master is None:
             return "127.0.0.1"
-        family, kind, _, _, address = socket.getaddrinfo(self.master, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(address)  # sends nothing, but finds the route
-            return str(probe.getsockname()[0])
+        return address_toward(self.master)
 
 
 def place(environ: Mapping[str, str] = os.environ) -> RankEnvironment | None:
@@ -92,28 +83,6 @@ def place(environ: Mapping[str, str] = os.environ) -> RankEnvironment | None:
     local_size = int(environ.get("LOCAL_WORLD_SIZE") or world_size)
     local_rank = int(environ.get("LOCAL_RANK") or rank)
     return RankEnvironment(rank, world_size, master, restarts, _launch(environ), local_size, local_rank)
-
-
-def lead_engine(address: str, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Set the engine's network interface to the one with `address`, unless the environment sets one.
-
-    By default the engine takes the interface of the machine's own name: on many machines the loopback, where no other
-    machine can reach it.
-    """
-    name = _interface_at(address)
-    if name is not None:
-        environ.setdefault(ENGINE_INTERFACE, name)
-
-
-def _interface_at(address: str) -> str | None:
-    """The network interface whose IPv4 address is `address`."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        for _, name in socket.if_nameindex():
-            with suppress(OSError):  # it has no such address
-                answer = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                if socket.inet_ntoa(answer[20:24]) == address:
-                    return name
-    return None
 
 
 def _launch(environ: Mapping[str, str]) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from dure.runtime.launch.own_address import one_family
 from dure.runtime.launch.watchdog import without_watchdog
 from dure.runtime.process.alone import AloneGroup
 from dure.runtime.process.backends import backends_of, place_of
@@ -45,7 +46,7 @@ class Engine:
         given = dist.get_backend_config() if dist.is_initialized() else None
         backends = backends_of(device, rendezvous.exchange("device", place_of(device)), given)
         before = _sockets()
-        with without_watchdog(device):
+        with one_family(), without_watchdog(device):
             if given is not None:
                 self._engine = dist.new_group(timeout=TIMEOUT, backend=backends)
             else:

@@ -191,10 +191,19 @@ def _begin(address: tuple[str, int]) -> socket.socket:
         family, kind, protocol, _, resolved = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, kind, protocol)
     except OSError as error:
-        raise PeerLost(f"{address[0]}:{address[1]} can't be reached: {error.strerror}") from None
+        raise PeerLost(f"{endpoint(*address)} can't be reached: {error.strerror}") from None
     sock.setblocking(False)
     code = sock.connect_ex(resolved)
     if code not in (0, errno.EINPROGRESS, errno.EWOULDBLOCK):
         sock.close()
-        raise PeerLost(f"{address[0]}:{address[1]} can't be reached: {errno.errorcode.get(code, code)}")
+        raise PeerLost(f"{endpoint(*address)} can't be reached: {errno.errorcode.get(code, code)}")
     return sock
+
+
+def endpoint(host: str, port: int) -> str:
+    """A host and a port as text; an IPv6 address has brackets.
+
+    >>> endpoint("10.0.0.1", 80), endpoint("fd00::1", 80)
+    ('10.0.0.1:80', '[fd00::1]:80')
+    """
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

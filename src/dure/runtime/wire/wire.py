@@ -25,7 +25,7 @@ import torch
 from dure.errors import CallTimeout, PeerLost, RemoteError, UsageError
 from dure.runtime.wire.connection import Shared
 from dure.runtime.wire.credentials import Credentials
-from dure.runtime.wire.handshake import CallerHandshake, HostHandshake
+from dure.runtime.wire.handshake import CallerHandshake, HostHandshake, endpoint
 from dure.runtime.wire.inbound import Callers
 from dure.runtime.wire.outbound import Outbound, Pending
 from dure.runtime.wire.reactor import Reactor
@@ -128,7 +128,7 @@ class Wire:
             left = deadline - time.monotonic()
             if left <= 0:
                 handshake.connection.end(PeerLost("no welcome in time"))
-                raise CallTimeout(f"{name} at {host}:{port} did not welcome us within {timeout} s.")
+                raise CallTimeout(f"{name} at {endpoint(host, port)} did not welcome us within {timeout} s.")
             self.poll(left)
         if handshake.error is not None:
             handshake.connection.end(handshake.error)

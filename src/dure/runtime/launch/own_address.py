@@ -1,0 +1,102 @@
+"""The address by which other machines reach this one, and its network interface.
+
+| name of the other machine leads to | address of this machine |
+|---|---|
+| IPv4 addresses | the IPv4 address of its route there |
+| IPv6 addresses | the IPv6 address of its route there |
+| both | IPv4 if there is a route, else IPv6: the engine too takes the IPv4 address of an interface with both |
+"""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import os
+import socket
+import struct
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from dure.errors import UsageError
+
+ENGINE_INTERFACE = "GLOO_SOCKET_IFNAME"
+"""Environment variable of the engine: the network interface of its collectives."""
+
+_SIOCGIFADDR = 0x8915  # Linux; on other systems the engine chooses the interface
+
+
+def address_toward(host: str) -> str:
+    """The address of this machine on its route to `host`. Raises `UsageError` if there is none."""
+    try:
+        found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+    except OSError as error:
+        reason = f"this machine finds no address of it: {error.strerror}"
+        raise UsageError(f"MASTER_ADDR is {host!r}, and {reason}.") from None
+    reasons = []
+    for family, kind, _, _, address in sorted(found, key=lambda each: each[0] != socket.AF_INET):
+        with socket.socket(family, kind) as probe:
+            try:
+                probe.connect(address)  # sends nothing, but finds the route
+            except OSError as error:
+                reasons.append(f"{address[0]} ({error.strerror})")
+            else:
+                return _checked(str(probe.getsockname()[0]), host)
+    raise UsageError(f"MASTER_ADDR is {host!r}, and this machine cannot reach its address {', '.join(reasons)}.")
+
+
+def _checked(address: str, host: str) -> str:
+    """Refuse an address whose meaning depends on the machine that reads it."""
+    if ipaddress.ip_address(address).is_link_local and ":" in address:
+        raise UsageError(
+            f"MASTER_ADDR is {host!r}, which this machine reaches from {address}: the address of one link, which other "
+            "machines cannot use. Give an address that all machines have, such as a unique local one (fd00::/8)."
+        )
+    return address
+
+
+def lead_engine(address: str, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Set the engine's network interface to the one with `address`, unless the environment sets one.
+
+    By default the engine takes the interface of the machine's own name: on many machines the loopback, where no other
+    machine can reach it.
+    """
+    name = _interface_at(address)
+    if name is not None:
+        environ.setdefault(ENGINE_INTERFACE, name)
+
+
+@contextmanager
+def one_family(environ: Mapping[str, str] = os.environ) -> Iterator[None]:
+    """Raise `UsageError` in place of the engine's error if it takes IPv4 addresses at some ranks and IPv6 at others."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "ss_family" not in str(error):
+            raise
+        raise UsageError(
+            f"the engine's collectives take the first address of the interface {environ.get(ENGINE_INTERFACE)}: IPv4 "
+            "at some ranks, and IPv6 at others that have no IPv4. Give this interface IPv4 addresses at all machines, "
+            "or at none. Or write topology collective:algorithm=ring or ps, which use the family of MASTER_ADDR."
+        ) from None
+
+
+def _interface_at(address: str) -> str | None:
+    """The network interface whose address is `address`."""
+    if ":" in address:
+        return _interface_at_ipv6(ipaddress.IPv6Address(address))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # it has no such address
+                answer = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                if socket.inet_ntoa(answer[20:24]) == address:
+                    return name
+    return None
+
+
+def _interface_at_ipv6(address: ipaddress.IPv6Address) -> str | None:
+    with suppress(OSError):  # only Linux has the file
+        for line in Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines():
+            if bytes.fromhex(line.split()[0]) == address.packed:
+                return line.split()[-1]
+    return None
