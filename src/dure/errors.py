@@ -21,6 +21,7 @@ DureError
     ├── PeerLost         the connection to the other node is lost
     │   └── GreetingLost it was lost before both nodes had identified themselves
     ├── CallTimeout      no reply in time
+    ├── AlteredNote      a note in the store where ranks meet is none of theirs
     └── DamagedFrame     bytes differ from the frame that was sent
 """
 
@@ -107,6 +108,10 @@ class GreetingLost(PeerLost):
 
 class CallTimeout(RemoteError):
     """No reply came in time."""
+
+
+class AlteredNote(RemoteError):
+    """A note in the store where ranks meet was not written by a rank of this meeting."""
 
 
 class DamagedFrame(RemoteError):

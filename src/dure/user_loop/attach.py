@@ -28,7 +28,7 @@ from dure.partition.whole import Whole
 from dure.run.strategy import Strategy, make, member_text, name_of
 from dure.runtime.launch.monitor import RankMonitor
 from dure.runtime.launch.rendezvous import RankEnvironment, Rendezvous, place
-from dure.runtime.launch.shared_key import credentials_of
+from dure.runtime.launch.shared_key import credentials_of, met
 from dure.runtime.process.node import ProcessNode
 from dure.runtime.wire import Identity
 from dure.sync.base import traits_of
@@ -91,14 +91,14 @@ def attach(
     check_step(optimizer)
     _check_values(model)
     replica = Replica(model)
-    rendezvous = Rendezvous(place() or RankEnvironment(), "attach")
+    rendezvous = met(place() or RankEnvironment(), "attach", None if key_file is None else Path(key_file))
     caller = traceback.extract_stack(limit=2)[0]
     with ExitStack() as undo:
         undo.push(partial(_tell_if_failed, rendezvous))
         mine = UserOptimizer(optimizer, replica)
         undo.callback(mine.close)
         run, sizes = _introduce(rendezvous, strategy, replica, batch_size)
-        credentials = credentials_of(rendezvous, None if key_file is None else Path(key_file), integrity)
+        credentials = credentials_of(rendezvous, integrity)
         rank = rendezvous.place.rank
         node = ProcessNode(Identity(run, f"worker {rank}", rank), credentials, device=replica.device)
         undo.callback(node.wire.close)

@@ -108,7 +108,7 @@ def test_the_shell_gives_torchrun_each_argument_whole(place):
     text = emitted("torchrun", launch([2], job="my jobs.py:job", out=NASTY, sync="bsp"))
     words = words_of(started(text, place))
     given = ["-m", "dure", "train", "my jobs.py:job", "--sync", "bsp", "--out", NASTY, "--on", "torchrun"]
-    assert words == ["--standalone", "--nproc-per-node", "2", *given]
+    assert words == ["--nproc-per-node", "2", *given]
 
 
 def test_the_line_of_several_machines_names_their_meeting(place):

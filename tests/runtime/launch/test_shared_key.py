@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from dure.errors import UsageError
+from dure.errors import DureError, UsageError
 from dure.runtime.launch.engine_store import EngineStore, connected, listening_store
-from dure.runtime.launch.rendezvous import RankEnvironment, Rendezvous
-from dure.runtime.launch.shared_key import KEY, credentials_of
+from dure.runtime.launch.rendezvous import NONCE, RankEnvironment, Rendezvous
+from dure.runtime.launch.shared_key import KEY, credentials_of, met
 
 
 @pytest.fixture
@@ -31,30 +31,63 @@ def file(tmp_path):
     return path
 
 
-def keys(ranks, files):
-    with ThreadPoolExecutor(len(ranks)) as pool:
-        return [each.key for each in pool.map(credentials_of, ranks, files)]
-
-
 def test_rank_0_draws_a_key_and_hands_it_out_once(ranks):
-    first = keys(ranks, [None] * 3)
+    for rendezvous in ranks:
+        rendezvous.put(f"{NONCE} {rendezvous.place.rank}", None)
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        first = [each.key for each in pool.map(credentials_of, ranks)]
     assert len(first[0]) == 32
     assert first == [first[0]] * 3
     assert not ranks[0].store.check([KEY])
-    assert credentials_of(Rendezvous(RankEnvironment(), "alone"), None).key != first[0]
+    assert credentials_of(Rendezvous(RankEnvironment(), "alone")).key != first[0]
 
 
-def test_with_a_key_file_nothing_secret_is_in_the_store(ranks, file):
-    assert keys(ranks, [file] * 3) == [bytes(range(40))] * 3
-    assert ranks[0].store.get(KEY) == b"null"
-    assert credentials_of(Rendezvous(RankEnvironment(), "alone"), file).key == bytes(range(40))
+@pytest.fixture
+def meet(monkeypatch):
+    """Have two ranks meet in a store that listens, each with a key file or none; what each of them gives or raises."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    for name, value in {"RANK": 1, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    monkeypatch.setattr("dure.runtime.launch.rendezvous.ALTERED_SECONDS", 0.2)
+
+    def one(rank, file):
+        try:
+            rendezvous = met(RankEnvironment(rank, 2, "127.0.0.1"), "test", file)
+            return rendezvous, credentials_of(rendezvous).key
+        except DureError as error:
+            return error
+
+    def both(*files):
+        with ThreadPoolExecutor(2) as pool:
+            return list(pool.map(one, (0, 1), files))
+
+    return both
 
 
-@pytest.mark.parametrize(("has", "lacks"), [(0, 1), (1, 0)])
-def test_a_key_file_at_some_ranks_only_is_refused(ranks, file, has, lacks):
-    ranks[0].put(KEY, "00" * 32 if lacks == 0 else None)
-    with pytest.raises(UsageError, match=f"rank {has} has a key file and rank {lacks} has none"):
-        credentials_of(ranks[1], file if has == 1 else None)
+def test_with_a_key_file_nothing_secret_is_in_the_store(meet, file):
+    (rendezvous, key), (_, other) = meet(file, file)
+    assert key == other == bytes(range(40))
+    assert {name.rpartition("/")[2] for name in rendezvous.store.list_keys()} >= {"nonce 0", "nonce 1"}
+    assert not rendezvous.store.check([KEY])
+    assert credentials_of(met(RankEnvironment(), "alone", file)).key == bytes(range(40))
+
+
+@pytest.mark.parametrize("has", [0, 1])
+def test_a_key_file_at_some_ranks_only_is_refused(meet, file, has):
+    lacks = 1 - has
+    found = meet(*(file if rank == has else None for rank in (0, 1)))
+    assert f"'nonce {lacks}'" in str(found[has])
+    assert "or a rank that has another key file or none" in str(found[has])
+    assert isinstance(found[lacks], UsageError)
+    assert "this rank has no key file: give every rank one, or none" in str(found[lacks])
+
+
+def test_ranks_do_not_wait_for_one_that_cannot_read_its_key_file(meet, file):
+    first, second = meet(file, file.parent / "none")
+    assert "cannot read the key file" in str(second)
+    assert "'nonce 1'" in str(first)
 
 
 def test_the_store_of_one_machine_is_a_file_that_goes_with_it():

@@ -43,7 +43,7 @@ from dure.run.strategy import codec_name, make
 from dure.runtime.launch.engine_store import EngineStore
 from dure.runtime.launch.rendezvous import RankEnvironment, Rendezvous, place
 from dure.runtime.launch.shard_process import ShardProcess
-from dure.runtime.launch.shared_key import credentials_of
+from dure.runtime.launch.shared_key import credentials_of, met
 from dure.runtime.process.engine import Engine
 from dure.runtime.process.node import ProcessNode
 from dure.runtime.wire import Credentials, Identity, Loss
@@ -113,9 +113,9 @@ def _measured(job: Job | None, codecs: Mapping[str, Codec], key_file: Path | Non
     If this process is alone, collectives are measured among `members` other processes, and not at all for one.
     """
     here = place() or RankEnvironment()
-    rendezvous = Rendezvous(here, "probe")
+    rendezvous = met(here, "probe", key_file)
     run = rendezvous.exchange("run", f"probe-{secrets.token_hex(4)}")[0]
-    credentials = credentials_of(rendezvous, key_file)
+    credentials = credentials_of(rendezvous)
     hosts = hosts_of(rendezvous.exchange("host", network_identity()))
     names = rendezvous.exchange("name", [socket.gethostname(), here.interface])
     node = ProcessNode(Identity(run, f"rank {here.rank}", here.rank), credentials)

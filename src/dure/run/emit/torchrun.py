@@ -14,7 +14,7 @@ PORT = 29500
 
 def emit(launch: Launch) -> str:
     """The line, after a comment on the machines where it runs."""
-    where = "Run this line on the machine."
+    where = "Run this line on the machine; a second run there needs a --master-port of its own."
     if launch.nodes > 1:
         where = f"Run this line on each machine. NODE is its number, 0 to {launch.nodes - 1}; HOST is machine 0."
     return f"# {launch.described}. {where}\n{line(launch)}\n"
@@ -23,8 +23,8 @@ def emit(launch: Launch) -> str:
 def line(launch: Launch, ranks: str = "") -> str:
     """The line alone. On several machines it has placeholders: NODE for a machine's number, HOST for machine 0.
 
-    `ranks` replaces the number of ranks. The rendezvous is static: torchrun's other one, c10d, needs a HOST that is
-    the name which that machine has for itself.
+    `ranks` replaces the number of ranks. The rendezvous is static. torchrun's other one, c10d, which --standalone is
+    too, unpickles what it finds in its store: everyone who reaches the port could execute code.
     """
     start = start_words(launch.nodes, ranks or str(launch.ranks))
     return shlex.join([*start, *launch.restarts, "-m", *launch.arguments])
@@ -33,6 +33,6 @@ def line(launch: Launch, ranks: str = "") -> str:
 def start_words(nodes: int, ranks: str) -> list[str]:
     """The words of the line that start `ranks` processes on each of `nodes` machines, without what they run."""
     if nodes == 1:
-        return ["torchrun", "--standalone", "--nproc-per-node", ranks]
+        return ["torchrun", "--nproc-per-node", ranks]
     where = ["--nnodes", str(nodes), "--node-rank", "NODE", "--nproc-per-node", ranks]
     return ["torchrun", *where, "--master-addr", "HOST", "--master-port", str(PORT)]

@@ -27,7 +27,7 @@ from dure.core.deployment import WORKER, NodeId
 from dure.core.folder_names import CHECKPOINTS, LATEST
 from dure.core.text import sentence, text_of
 from dure.errors import DureError, PeerLost, RemoteError, UsageError
-from dure.report.run import Run
+from dure.report.run import Run, read_run
 from dure.report.values import versions
 from dure.run.config import TrainConfig
 from dure.run.devices import CPU, check_alike, in_summary, notice
@@ -40,7 +40,7 @@ from dure.runtime.launch.fork_server import ForkServer
 from dure.runtime.launch.monitor import RankMonitor
 from dure.runtime.launch.relay import relayed
 from dure.runtime.launch.rendezvous import Rendezvous, place
-from dure.runtime.launch.shared_key import credentials_of
+from dure.runtime.launch.shared_key import credentials_of, met
 
 if TYPE_CHECKING:
     from dure.run.callbacks import Callbacks
@@ -93,7 +93,7 @@ def run_real(
             "torchrun --nproc-per-node 4 -m dure train digits-mlp --on torchrun, or use --on local."
         )
     config = config.for_workers(here.world_size)
-    rendezvous = Rendezvous(here, "train")
+    rendezvous = met(here, "train", _key_file(config))
     if here.rank:
         with relayed(f"worker {here.rank}"):
             return _follow(config, rendezvous, resolve(config, prebuilt)[0])
@@ -109,6 +109,14 @@ def run_real(
     return run
 
 
+def _key_file(config: TrainConfig) -> Path | None:
+    """The key file of the run; a run that is resumed has that of its record, unless another is given."""
+    if config.key_file is not None or config.resume is None:
+        return config.key_file
+    saved = read_run(config.resume).config.get("key_file")
+    return None if saved is None else Path(saved)
+
+
 def _lead(
     rendezvous: Rendezvous, setup: Setup, callbacks: Callbacks, saved: Path | None, folder: Path | None
 ) -> Outcome:
@@ -117,7 +125,7 @@ def _lead(
     devices = _devices(rendezvous, setup)
     if folder is not None:
         (folder.parent / LAUNCH).write_text(rendezvous.place.launch, encoding="utf-8")
-    credentials = credentials_of(rendezvous, setup.config.key_file, setup.config.integrity)
+    credentials = credentials_of(rendezvous, setup.config.integrity)
     with ExitStack() as stack:
         fork_server = stack.enter_context(ForkServer())
         beat = partial(put, fork_server.beats.sink)
@@ -198,7 +206,7 @@ def _follow(config: TrainConfig, rendezvous: Rendezvous, setup: Setup) -> Run:
     rank = rendezvous.place.rank
     _check_companions(setup)
     rendezvous.put(f"device {rank}", [setup.devices[rank], socket.gethostname()])
-    credentials = credentials_of(rendezvous, config.key_file, config.integrity)
+    credentials = credentials_of(rendezvous, setup.config.integrity)
     mine: dict[str, Any] = {"interface": rendezvous.place.interface, "credentials": credentials.plain()}
     with ExitStack() as stack:
         monitor = RankMonitor(rendezvous, credentials, config.frozen_after)

@@ -1,12 +1,13 @@
 """Rendezvous of the ranks that `torchrun`, or another launcher with its environment variables, has started.
 
 The variables are RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. A process without them is a world of one. Ranks
-exchange notes (JSON values) in the engine's store. A rank that fails leaves a note too, which ends the waits of others.
+exchange notes (JSON values, `notes`) in the engine's store. A rank that fails leaves a note too, which ends the waits
+of others.
 """
 
 from __future__ import annotations
 
-import json
+import logging
 import os
 import socket
 import time
@@ -18,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from dure.core.node import nothing
-from dure.errors import CallTimeout, PeerLost, UsageError
+from dure.errors import AlteredNote, CallTimeout, PeerLost, RemoteError, UsageError
 from dure.runtime.launch.engine_store import listening_store
+from dure.runtime.launch.notes import NoteSeal
 from dure.runtime.launch.own_address import address_toward, lead_engine
 
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -35,6 +37,17 @@ PARTING_SECONDS = 5.0
 
 LOOK_SECONDS = 0.02
 """Period of the look for a missing note."""
+
+ALTERED_SECONDS = 10.0
+"""Time limit for the true note in place of an altered one."""
+
+FAILURE = "failure"
+"""Name of the note of a rank that has failed."""
+
+NONCE = "nonce"
+"""Name of the first note of each rank."""
+
+log = logging.getLogger("dure")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,59 +120,106 @@ def _whole(name: str, text: str) -> int:
 
 
 class Rendezvous:
-    """A store of notes that the ranks leave for each other under keys. Every wait has a time limit.
+    """A store of notes that the ranks leave for each other under names. Every wait has a time limit.
 
-    `topic` and a count of its uses separate one rendezvous from the next. `store` is the engine's.
+    `topic` and a count of its uses separate one rendezvous from the next. `store` is the engine's. With `key`, the
+    content of a key file, all ranks meet here, and notes have codes; an altered note is ignored until its rank has
+    written it, or for ALTERED_SECONDS.
+
+    Raises `AlteredNote` or `CallTimeout` if another rank does not come with the same `key`.
     """
 
-    def __init__(self, place: RankEnvironment, topic: str) -> None:
+    def __init__(self, place: RankEnvironment, topic: str, key: bytes | None = None) -> None:
         import torch.distributed as dist
 
         self.place = place
+        self.key = key
+        self.seal = NoteSeal(key)
+        self._altered: set[str] = set()
         lead_engine(place.interface)
         base = _engine_store(place)
         number = base.add(f"dure/{topic}/{place.rank}", 1)
         self.store = dist.PrefixStore(f"dure/{topic}/meeting {number}", base)  # type: ignore[attr-defined]
+        self._met = key is None
+        mine = self.seal.nonce
+        self.put(f"{NONCE} {place.rank}", mine)
+        if mine is not None:
+            self._meet(topic, mine)
 
-    def put(self, key: str, value: Any) -> None:
-        self.store.set(key, json.dumps(value))
+    def _meet(self, topic: str, mine: str) -> None:
+        """Derive the key of this meeting from the nonces of all ranks."""
+        ranks = range(self.place.world_size)
+        try:
+            nonces = [mine if rank == self.place.rank else self.get(f"{NONCE} {rank}") for rank in ranks]
+        except RemoteError as error:
+            self.fail(f"{type(error).__name__}: {error}")  # ranks without a key file learn that others have one
+            raise
+        self.seal = self.seal.of_meeting(topic, nonces)
+        self._met = True
 
-    def get(self, key: str, seconds: float = MEETING_SECONDS, check: Callable[[], None] = nothing) -> Any:
-        """Wait for the note under `key`. Raises `PeerLost` if a rank has failed; `CallTimeout`.
+    def put(self, name: str, value: Any) -> None:
+        self.store.set(name, self.seal.write(name, value))
+
+    def get(self, name: str, seconds: float = MEETING_SECONDS, check: Callable[[], None] = nothing) -> Any:
+        """Wait for the note `name`. Raises `PeerLost` if a rank has failed; `AlteredNote`; `CallTimeout`.
 
         `check` is called at each look; an exception that it raises ends the wait.
         """
-        deadline = time.monotonic() + seconds
-        while not self.store.check([key]):
-            reason = self.failure()
-            if reason is not None and not self.store.check([key]):  # a rank may leave its note and then fail
+        last = time.monotonic() + seconds
+        error: RemoteError = CallTimeout(
+            f"rank {self.place.rank} waited {seconds:g} s for {name!r} from the other ranks."
+        )
+        while True:
+            reason = self.failure()  # looked for first: a rank may leave its note and then fail
+            try:
+                if self.store.check([name]):
+                    return self.seal.read(name, self.store.get(name))
+            except AlteredNote as altered:
+                self._warn(name, altered)
+                if not isinstance(error, AlteredNote):
+                    error, last = altered, min(last, time.monotonic() + ALTERED_SECONDS)
+            if reason is not None:
                 raise PeerLost(f"rank {self.place.rank} waited for the others: {reason}")
             check()
-            if time.monotonic() > deadline:
-                raise CallTimeout(f"rank {self.place.rank} waited {seconds:g} s for {key!r} from the other ranks.")
+            if time.monotonic() > last:
+                raise error
             time.sleep(LOOK_SECONDS)
-        return json.loads(self.store.get(key))
 
-    def exchange(self, key: str, mine: Any) -> list[Any]:
-        """Put `mine` under `key`, and wait for the notes of all ranks, in order of ranks."""
-        self.put(f"{key} {self.place.rank}", mine)
-        return [self.get(f"{key} {rank}") for rank in range(self.place.world_size)]
+    def _warn(self, name: str, altered: AlteredNote) -> None:
+        """Log the first altered note under `name`."""
+        if name not in self._altered:
+            self._altered.add(name)
+            log.warning("rank %d ignores a note: %s", self.place.rank, altered)
+
+    def exchange(self, name: str, mine: Any) -> list[Any]:
+        """Put `mine` under `name`, and wait for the notes of all ranks, in order of ranks."""
+        self.put(f"{name} {self.place.rank}", mine)
+        return [self.get(f"{name} {rank}") for rank in range(self.place.world_size)]
 
     def part(self) -> None:
         """End the reads of this rank. Rank 0, whose process may hold the store, waits a little for the others."""
         self.put(f"parted {self.place.rank}", True)
         if self.place.rank == 0:
-            with suppress(PeerLost, CallTimeout):
+            with suppress(PeerLost, AlteredNote, CallTimeout):
                 for rank in range(1, self.place.world_size):
                     self.get(f"parted {rank}", PARTING_SECONDS)
 
     def fail(self, reason: str) -> None:
         """Leave a note that this rank has failed, which ends the waits of others."""
-        self.put("failure", f"rank {self.place.rank} failed with {reason}")
+        self.put(FAILURE, f"rank {self.place.rank} failed with {reason}")
 
     def failure(self) -> str | None:
-        """The reason of a failed rank; None if no rank has failed."""
-        return json.loads(self.store.get("failure")) if self.store.check(["failure"]) else None
+        """The reason of a failed rank; None if no rank has failed.
+
+        Before the ranks have met, nothing shows that the note of a failure is not one of an earlier attempt.
+        """
+        if not self._met:
+            return None
+        try:
+            return self.seal.read(FAILURE, self.store.get(FAILURE)) if self.store.check([FAILURE]) else None
+        except AlteredNote as altered:
+            self._warn(FAILURE, altered)
+            return None
 
 
 _OPEN: dict[tuple[str, int], Any] = {}
