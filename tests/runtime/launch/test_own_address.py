@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.ipv6_hosts import over_ipv6
 
 from dure.cli.reproduce import namespaces
@@ -56,3 +58,59 @@ def test_a_machine_with_ipv6_alone_has_an_address_and_an_interface_for_the_engin
     assert found[:3] == [["fd77::1", eth0], ["fd77::1", eth0], ["::1", lo]]
     assert "cannot reach its address 10.77.0.9 (Network is unreachable)" in found[3]
     assert "the address of one link" in found[4]
+
+
+LOOP = """\
+import os, torch, dure
+torch.manual_seed(0)
+model = torch.nn.Linear(3, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with dure.attach(model, optimizer, sync="bsp", topology=os.environ["TOPOLOGY"]) as replica:
+    for _ in range(3):
+        model.zero_grad()
+        model(torch.full((4, 3), float(os.environ["RANK"]) + 1)).sum().backward()
+        replica.step()
+print(model.weight.sum().item())
+"""
+"""The mean of the gradients of two ranks is 4 * 1.5 in each of six weights."""
+
+
+@pytest.mark.soak
+@pytest.mark.alone
+@pytest.mark.skipif(bool(REASON), reason=REASON)
+@pytest.mark.parametrize("also_ipv4", [False, True])
+@pytest.mark.parametrize("topology", ["collective", "collective:algorithm=ring", "ps"])
+def test_two_hosts_train_over_ipv6_from_torchrun(topology: str, also_ipv4: bool, tmp_path: Path) -> None:
+    (tmp_path / "loop.py").write_text(LOOP, encoding="utf-8")
+    torch.manual_seed(0)
+    wanted = torch.nn.Linear(3, 2).weight.sum().item() - 3 * 0.1 * 6 * 6.0
+    line = "-m torch.distributed.run --nnodes 2 --node-rank $RANK --master-addr $MASTER_ADDR --master-port 29511"
+    command = ["sh", "-c", f"exec {sys.executable} {line} {tmp_path / 'loop.py'}"]
+    with namespaces.hosts(2, bandwidth=12.5e6) as hosts:
+        six = over_ipv6(hosts, also_ipv4=also_ipv4)
+        done = six.run(command, seconds=150, environ={"TOPOLOGY": topology, "OMP_NUM_THREADS": "1"})
+    assert [float(each.out) for each in done] == pytest.approx([wanted, wanted], abs=1e-4)
+
+
+@pytest.mark.soak
+@pytest.mark.alone
+@pytest.mark.skipif(bool(REASON), reason=REASON)
+@pytest.mark.parametrize("strategy", ["bsp", "ssp:bound=3 ps"])
+def test_dure_trains_across_hosts_with_ipv6_alone(strategy: str) -> None:
+    command = [
+        "-m",
+        "dure",
+        "train",
+        "digits-mlp",
+        "--strategy",
+        strategy,
+        "--on",
+        "torchrun",
+        "--steps",
+        "4",
+        "--json",
+    ]
+    with namespaces.hosts(2, bandwidth=12.5e6) as hosts:
+        done = over_ipv6(hosts).run([sys.executable, *command], seconds=150, environ={"OMP_NUM_THREADS": "1"})
+    summary = json.loads(done[0].out.splitlines()[-1])
+    assert (summary["workers"], summary["time"], summary["steps"]) == (2, "real", 4)
