@@ -170,14 +170,18 @@ class Rendezvous:
             f"rank {self.place.rank} waited {seconds:g} s for {name!r} from the other ranks."
         )
         while True:
-            reason = self.failure()  # looked for first: a rank may leave its note and then fail
             try:
+                reason = self.failure()  # looked for first: a rank may leave its note and then fail
                 if self.store.check([name]):
                     return self.seal.read(name, self.store.get(name))
             except AlteredNote as altered:
                 self._warn(name, altered)
                 if not isinstance(error, AlteredNote):
                     error, last = altered, min(last, time.monotonic() + ALTERED_SECONDS)
+            except RuntimeError:
+                if isinstance(error, AlteredNote):  # meanwhile the process with the store has ended
+                    raise error from None
+                raise
             if reason is not None:
                 raise PeerLost(f"rank {self.place.rank} waited for the others: {reason}")
             check()
