@@ -143,7 +143,7 @@ def test_nothing_is_unpickled(tmp_path):
         job = load_job("digits-mlp")
         job.flops_per_sample
         sys.addaudithook(hook)
-        options = {"on": "virtual", "workers": 2, "steps": 6, "checkpoint_every": 3}
+        options = {"on": "virtual", "workers": 2, "steps": 5, "checkpoint_every": 3}
         dure.train(job, strategy="ssp ps", out=folder / "run", **options)
         dure.train(job, resume=folder / "run")
         place = folder / "run" / "checkpoints"

@@ -329,7 +329,7 @@ def test_who_stands_still_is_not_waited_for_at_the_end(fork_server):
 
 def test_a_real_run_is_resumed(tmp_path, fork_server):
     """From its first checkpoint, as if it had been killed before the next."""
-    options: dict[str, Any] = {"workers": 2, "steps": 60, "dtype": "float64"}
+    options: dict[str, Any] = {"workers": 2, "steps": 50, "dtype": "float64"}
     record: dict[str, Any] = {"out": tmp_path / "run", "checkpoint_every": 20, "eval_every": 10}
     strategy = "lbfgs:batch=128 ps:shards=2"
     whole = recorded("digits-mlp", strategy, fork_server, **record, **options)
