@@ -122,7 +122,7 @@ def test_a_record_larger_than_any_run_writes_is_not_read(runs, name, capsys):
 @pytest.mark.timeout(60)
 def test_a_trace_that_is_none_is_named(tmp_path):
     path = tmp_path / "trace.json"
-    for content in (None, b'{"ph": 1}\n', b'{"ph"' * 9, b'{"ph": "X", "name": 3}\n', b"\xff"):
+    for content in (None, b'{"ph": 1}\n', b'{"ph"' * 9, b'{"ph": "X", "cat": "compute", "name": 3}\n', b"\xff"):
         path.unlink(missing_ok=True)
         os.mkfifo(path) if content is None else path.write_bytes(content)
         with pytest.raises(RecordError, match="is no trace that dure wrote"):
