@@ -8,6 +8,7 @@ import struct
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 from dure.errors import ReplicaError
 from dure.job.replica import Layer, Replica, digest
@@ -218,6 +219,64 @@ def test_moved_parameters_are_refused_with_the_call_that_moved_them(move, messag
     replica.check()
     move(replica.module)
     with pytest.raises(ReplicaError, match=message):
+        replica.check()
+
+
+class Scaled(nn.Module):
+    def forward(self, weight):
+        return weight * 2
+
+
+def register(module, name):
+    module[0].register_buffer(name, torch.zeros(2))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda module: setattr(module, "2", nn.Linear(4, 2)), "parameter '2.weight' is another object"),
+        (lambda module: module.append(nn.Linear(2, 2)), "parameter '4.weight' was added after the replica was made"),
+        (lambda module: module.__setitem__(1, nn.PReLU()), "parameter '1.weight' was added"),
+        (lambda module: module[1].register_parameter("slope", nn.Parameter(torch.ones(1))), "parameter '1.slope'"),
+        (lambda module: module[3].append(nn.Parameter(torch.ones(1))), "parameter '3.1' was added"),
+        (lambda module: module[1].add_module("inner", nn.Linear(1, 1)), "parameter '1.inner.weight' was added"),
+        (lambda module: module.__delitem__(2), "parameter '2.weight' was in the model .* and is gone"),
+        (lambda module: register(module, "seen"), "buffer '0.seen' was added"),
+        (lambda module: delattr(module[1], "count"), "buffer '1.count' was in the model .* and is gone"),
+        (lambda module: delattr(module[0], "weight"), "'0.weight' is no parameter of its layer any more"),
+        (lambda module: setattr(module[2], "bias", None), "'2.bias' is no parameter of its layer any more"),
+        (lambda module: nn.utils.parametrize.register_parametrization(module[0], "weight", Scaled()), "a parametr"),
+        (lambda module: nn.utils.parametrizations.weight_norm(module[0]), "'0.weight' is no .* weight_norm"),
+        (lambda module: nn.utils.spectral_norm(module[0]), "'0.weight' is no .* spectral_norm"),
+        (lambda module: prune.l1_unstructured(module[0], "weight", 0.5), "'0.weight' is no .* pruning"),
+        (
+            lambda module: setattr(module[2], "weight", nn.Parameter(module[2].weight.data)),
+            r"assignment to module\.2\.",
+        ),
+    ],
+)
+def test_a_module_that_has_changed_since_is_refused(change, message):
+    module = nn.Sequential(*small(), nn.ParameterList([nn.Parameter(torch.ones(1))]))
+    module[1].register_buffer("count", torch.zeros(1))
+    replica = Replica(module)
+    replica.check()
+    change(module)
+    for _ in range(2):
+        with pytest.raises(ReplicaError, match=message):
+            replica.check()
+
+
+def test_changes_that_have_no_part_in_training_pass():
+    module = small()
+    module.register_buffer("table", torch.zeros(2))
+    replica = Replica(module)
+    module[1] = nn.ReLU()
+    module.table = module.table + 1
+    module[0].register_buffer("cache", torch.zeros(2), persistent=False)
+    module[2] = nn.Sequential(module[2])
+    replica.check()
+    module[1] = nn.PReLU()
+    with pytest.raises(ReplicaError, match=r"parameter '1\.weight' was added"):
         replica.check()
 
 

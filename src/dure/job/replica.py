@@ -19,9 +19,10 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, chain
+from operator import attrgetter, is_, methodcaller
 from typing import Any
 
 import torch
@@ -59,13 +60,40 @@ class _Slot:
     parameter: nn.Parameter
     values: Tensor
     gradient: Tensor
+    home: tuple[object, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "home", _place(self.values))
+
+
+class _Registry:
+    """The submodules, parameters and buffers that are registered in a module, compared in microseconds per layer.
+
+    A buffer counts by its name and type: a module may assign another tensor to it in each forward.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._modules = list(module.modules())
+        self._seen = self._now()
+
+    def is_unchanged(self) -> bool:
+        seen, now = self._seen, self._now()
+        return len(seen[0]) == len(now[0]) and all(map(is_, seen[0], now[0])) and seen[1:] == now[1:]
+
+    def _now(self) -> tuple[list[Any], list[str], list[type]]:
+        values, modules = methodcaller("values"), self._modules
+        kinds = [list(map(attrgetter(kind), modules)) for kind in ("_modules", "_parameters", "_buffers")]
+        held = list(chain.from_iterable(map(values, kinds[0] + kinds[1])))
+        names = list(chain.from_iterable(map(methodcaller("keys"), kinds[2])))
+        return held, names, list(map(type, chain.from_iterable(map(values, kinds[2]))))
 
 
 class Replica:
     """`module`, laid out flat: `params` and `grads` are 1-D, in the order of `module.named_parameters()`.
 
     Writing to `params` changes the module, and `loss.backward()` adds to `grads`. Calls that move parameters to other
-    memory (`.to()`, `.double()`, `load_state_dict(assign=True)`) break this link; `check()` detects them.
+    memory (`.to()`, `.double()`, `load_state_dict(assign=True)`) break this link, and a layer that is replaced or added
+    later is not in it; `check()` detects both.
 
     Raises `ReplicaError` for a module that cannot be laid out flat.
     """
@@ -85,10 +113,12 @@ class Replica:
             self._adopt(layer, parameter) for layer, (_, parameter) in zip(self.layers, found, strict=True)
         )
         self._frozen = tuple((n, p) for n, p in module.named_parameters() if not p.requires_grad)
-        persistent = module.state_dict(keep_vars=True)
-        buffers = [(name, buffer) for name, buffer in module.named_buffers() if name in persistent]
+        self._registry = _Registry(module)
+        self._known = dict(module.named_parameters())
+        buffers = _persistent(module)
         self._floating = [name for name, buffer in buffers if buffer.is_floating_point()]
         self._integer = [name for name, buffer in buffers if _is_integer(buffer)]
+        self._buffer_names = [name for name, _ in buffers]
         self.figures: dict[tuple[object, ...], Any] = {}
         """What has been measured of the module, by the name of the measurement."""
 
@@ -170,10 +200,10 @@ class Replica:
         and the parameter's gradient becomes a view of `grads` again. A gradient that is None counts as zero.
 
         Raises `ReplicaError`. It names the call that most likely moved a parameter, or the parameter whose
-        `requires_grad` has changed.
+        `requires_grad` has changed, or what has been added to the module or taken from it.
         """
         for slot in self._slots:
-            if getattr(slot.owner, slot.attribute) is not slot.parameter or _moved(slot):
+            if getattr(slot.owner, slot.attribute, None) is not slot.parameter or _place(slot.parameter) != slot.home:
                 raise ReplicaError(_explain_move(slot))
             if not slot.parameter.requires_grad:
                 raise ReplicaError(
@@ -188,8 +218,30 @@ class Replica:
                     "so it would not be trained. Call requires_grad_(True) first and make the replica then: with "
                     "dure.attach, close the block, call requires_grad_(True) and attach again."
                 )
+        if not self._registry.is_unchanged():
+            self._check_registered()
         for index in range(len(self._slots)):
             self.bring_home(index)
+
+    def _check_registered(self) -> None:
+        """Reject parameters and persistent buffers that are new or gone; other changes of the module are let through.
+
+        A layer without parameters may be replaced, and a layer may be wrapped: its parameters stay the same objects.
+        """
+        now = dict(self.module.named_parameters())
+        buffers, known = dict.fromkeys(name for name, _ in _persistent(self.module)), set(self._buffer_names)
+        before, after = ({id(each) for each in some.values()} for some in (self._known, now))
+        for kind, new, gone in (
+            ("parameter", _names_without(now, before), _names_without(self._known, after)),
+            ("buffer", [name for name in buffers if name not in known], [n for n in known if n not in buffers]),
+        ):
+            if new:
+                raise ReplicaError(_explain_new(kind, new[0], replaced=new[0] in gone))
+            if gone:
+                raise ReplicaError(
+                    f"{kind} {gone[0]!r} was in the model when its replica was made and is gone. {_REMAKE}"
+                )
+        self._registry = _Registry(self.module)
 
     def bring_home(self, index: int) -> None:
         """Copy the gradient of parameter `index` into `grads` if it lies in other memory; None counts as zero."""
@@ -199,7 +251,7 @@ class Replica:
             return
         if gradient is None:
             slot.gradient.zero_()
-        elif not _same_memory(gradient, slot.gradient):
+        elif _place(gradient) != _place(slot.gradient):
             slot.gradient.copy_(_dense(gradient))
         slot.parameter.grad = slot.gradient
 
@@ -330,24 +382,23 @@ def _refuse_mixture(kind: str, found: Sequence[tuple[str, nn.Parameter]]) -> Non
             )
 
 
-def _moved(slot: _Slot) -> bool:
-    return not _same_memory(slot.parameter, slot.values)
-
-
-def _same_memory(tensor: Tensor, view: Tensor) -> bool:
-    return (
-        tensor.layout == view.layout
-        and tensor.data_ptr() == view.data_ptr()
-        and tensor.dtype == view.dtype
-        and tensor.shape == view.shape
-        and tensor.stride() == view.stride()
-    )
+def _place(tensor: Tensor) -> tuple[object, ...]:
+    """The memory of a tensor, and how it lies there."""
+    layout = tensor.layout
+    if layout != torch.strided:
+        return (layout,)
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _explain_move(slot: _Slot) -> str:
     """An error text that guesses, from the parameter's present state, which call moved it out of the flat buffer."""
     name, home = slot.layer.name, slot.values
-    now = getattr(slot.owner, slot.attribute)
+    now = getattr(slot.owner, slot.attribute, None)
+    if not isinstance(now, nn.Parameter):
+        return (
+            f"parameter {name!r} is no parameter of its layer any more, as after pruning, weight_norm, spectral_norm, "
+            f"a parametrization, FSDP or del. {_REMAKE}"
+        )
     if now.device != home.device:
         call = f'.to("{now.device}")'
         advice = f'Move the model before its replica is made; with dure.attach, attach after model.to("{now.device}").'
@@ -360,8 +411,33 @@ def _explain_move(slot: _Slot) -> str:
         advice = f"Convert the model before its replica is made; with dure.attach, attach after model.to({now.dtype})."
     else:
         call = "an assignment to .data (as torch.nn.utils.vector_to_parameters, .to(memory_format=...) or set_() make)"
-        advice = "Copy values in place, for each parameter: parameter.data.copy_(values)."
+        advice = (
+            "Copy values in place, for each parameter: parameter.data.copy_(values). With dure.attach over servers, "
+            "which hold the model, do that before attach."
+        )
     return f"parameter {name!r} is no longer in the replica's flat buffer: {call} moved it. {advice}"
+
+
+_REMAKE = (
+    "Change the model before its replica is made: with dure.attach, before attach; or close the block, change the "
+    "model, make an optimizer of its parameters and attach again."
+)
+
+
+def _explain_new(kind: str, name: str, *, replaced: bool) -> str:
+    what = "is another object than when the replica was made" if replaced else "was added after the replica was made"
+    return f"{kind} {name!r} {what}, and would have other values at each rank. {_REMAKE}"
+
+
+def _persistent(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Names and values of the buffers that are part of the module's state."""
+    persistent = module.state_dict(keep_vars=True)
+    return [(name, buffer) for name, buffer in module.named_buffers() if name in persistent]
+
+
+def _names_without(named: Mapping[str, nn.Parameter], others: Set[int]) -> list[str]:
+    """Names of the parameters that are none of `others`, given by `id`."""
+    return [name for name, parameter in named.items() if id(parameter) not in others]
 
 
 _CONVERSIONS = {torch.float64: "double()", torch.float32: "float()", torch.float16: "half()"}
