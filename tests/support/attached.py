@@ -6,6 +6,7 @@ processes, so most of the time that processes take to start is spent once.
 
 import contextlib
 import copy
+import functools
 import json
 import os
 import sys
@@ -327,6 +328,37 @@ def case_leaves_during_backward_with_ddp():
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     optimizer.register_step_post_hook(lambda *_: optimizer.zero_grad())
     found = accumulated(model, optimizer.step, lambda last: contextlib.nullcontext() if last else model.no_sync())
+    torch.distributed.destroy_process_group()
+    return found
+
+
+def case_beside_ddp():
+    """A wrapper that nobody calls, and calls of one that is made before attach, or after it."""
+    torch.distributed.init_process_group("gloo")
+    found = {}
+    module = DistributedDataParallel(model(RANK)).module
+    with attach(module, torch.optim.SGD(module.parameters(), lr=0.1), "bsp") as replica:
+        for batch in mine(9):
+            loss_of(module, batch).backward()
+            replica.step()
+    found["uncalled"] = flat(module)
+    for strategy, before, more in (
+        ("bsp", True, {}),
+        ("bsp", False, {"static_graph": True}),
+        ("downpour ps", True, {"find_unused_parameters": True}),
+        ("downpour ps", False, {"gradient_as_bucket_view": True}),
+    ):
+        module = model()
+        wrapper = DistributedDataParallel(module, **more) if before else None
+        replica = attach(module, torch.optim.SGD(module.parameters(), lr=0.1), strategy)
+        wrapper = wrapper or DistributedDataParallel(module, **more)
+        other = DistributedDataParallel(model())
+        loss_of(other, next(mine(1))).backward()
+        with torch.no_grad():
+            wrapper(next(mine(1))[0])
+        found[f"{strategy} {before}"] = error_of(functools.partial(wrapper, next(mine(1))[0]))[:2]
+        replica.__exit__(OverflowError, OverflowError("enough"), None)
+        loss_of(wrapper, next(mine(1))).backward()  # the training has ended, and DDP is on its own
     torch.distributed.destroy_process_group()
     return found
 

@@ -218,6 +218,18 @@ def test_accumulation_and_clipping_equal_ddp(ranks):
         assert min(ours["norms"]) > 0.05
 
 
+def test_a_call_of_ddp_around_an_attached_module_is_refused(ranks):
+    """Both would average. A wrapper that nobody calls does nothing, and a wrapper of another model is let through."""
+    for rank in ranks:
+        found = rank["beside_ddp"]
+        assert close(found.pop("uncalled"), plain())
+        assert len(found) == 4
+        for kind, message in found.values():
+            assert kind == "UsageError"
+            assert "the gradient of parameter '0.weight' as well" in message
+            assert "ddp.module in place of ddp" in message
+
+
 def test_batch_sizes_weigh(ranks):
     assert close(ranks[1]["weights"], plain())
 
@@ -725,6 +737,97 @@ def test_moved_parameters_are_an_error_that_stays():
         with pytest.raises(ReplicaError) as again:
             call()
         assert again.value is first.value
+
+
+def clamp_data(module):
+    for parameter in module.parameters():
+        parameter.data.clamp_(-0.01, 0.01)
+
+
+def test_clipped_weights_count_over_collectives_and_are_refused_over_servers():
+    """As WGAN clips after each step."""
+
+    def clipped(step, module):
+        for batch in attached.batches(3):
+            attached.loss_of(module, batch).backward()
+            step()
+            clamp_data(module)
+
+    alone = attached.model()
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+    optimizer.register_step_post_hook(lambda *_: optimizer.zero_grad())
+    clipped(optimizer.step, alone)
+    module, _, replica = attached_alone()
+    clipped(replica.step, module)
+    replica.close()
+    assert close(attached.flat(module), attached.flat(alone))
+    assert max(map(abs, attached.flat(module))) <= 0.01
+    module, _, replica = attached_alone(topology="ps")
+    with pytest.raises(
+        UsageError, match=r"^the model's parameters were changed in place after the last step\. Servers"
+    ):
+        clipped(replica.step, module)
+    assert replica.clock == 1
+
+
+def clamp(module):
+    with torch.no_grad():
+        module[2].bias.clamp_(-0.01, 0.01)
+
+
+@pytest.mark.parametrize(
+    ("change", "call", "sync", "topology"),
+    [
+        (lambda module: module.load_state_dict(attached.model(1).state_dict()), "close", "bsp", "ps"),
+        (clamp, "close", "averaging:period=2", "ps"),
+        (clamp, "close", "easgd", "collective"),
+        *soaked(
+            (clamp, "skip", "ssp:form=rmw", "ps"),
+            (clamp, "evaluation", "downpour:n_fetch=4", "ps"),
+            (clamp, "step", "downpour+dc-asgd", "ps:shards=2"),
+        ),
+    ],
+)
+def test_a_change_that_a_call_would_undo_is_refused_by_it(change, call, sync, topology):
+    module, _, replica = attached_alone(sync=sync, topology=topology)
+    loop(replica, module, steps=2)
+    change(module)
+    with pytest.raises(UsageError, match=r"changed in place after the last step.*(after replica\.close|attach again)"):
+        getattr(replica, call)().__enter__() if call == "evaluation" else getattr(replica, call)()
+
+
+def test_buffers_that_are_loaded_before_the_end_are_kept():
+    module = nn.Sequential(nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, 10))
+    best = {name: value + 1 for name, value in module.state_dict().items()}
+    with dure.attach(module, torch.optim.SGD(module.parameters(), lr=0.1)) as replica:
+        loop(replica, module, steps=2)
+        module.load_state_dict(best)
+    assert all(torch.equal(value, best[name]) for name, value in module.state_dict().items())
+
+
+def test_a_change_inside_evaluation_is_refused_and_the_training_goes_on():
+    module, _, replica = attached_alone()
+    loop(replica, module, steps=2)
+    before = attached.flat(module)
+    with replica.evaluation():
+        shown = copy.deepcopy(module.state_dict())
+        clamp_data(module)
+        module.load_state_dict(shown)  # as an average of weights puts them back
+    with pytest.raises(UsageError, match=r"changed in place inside `with replica\.evaluation"), replica.evaluation():
+        clamp_data(module)
+    assert attached.flat(module) == before
+    loop(replica, module, steps=2)
+    replica.close()
+
+
+def test_foreign_parameters_in_the_optimizer_are_refused_at_the_next_step():
+    module, optimizer, replica = attached_alone()
+    optimizer.param_groups[0]["params"].pop()
+    optimizer.add_param_group({"params": [module[2].bias], "lr": 0.5})
+    assert replica.step()  # a parameter of the model may move to another group
+    optimizer.add_param_group({"params": nn.Linear(2, 2).parameters()})
+    with pytest.raises(UsageError, match=r"parameter group 2 of the optimizer has a parameter .* none of the model's"):
+        replica.step()
 
 
 @pytest.mark.parametrize("topology", ["collective", "ps"])

@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from dure.core.node import EndOfWork
-from dure.errors import DureError, UsageError
+from dure.errors import DureError, ReplicaError, UsageError
 from dure.run.strategy import member_text
 from dure.user_loop.exchange import REMEDY
 from dure.user_loop.gradient_check import GradientCheck
 from dure.user_loop.lifetime import Lifetime
+from dure.user_loop.model_check import ModelCheck, sums_of_runs
 from dure.user_loop.sampler import EpochSampler, share_of
+from dure.user_loop.wrapped import check_unwrapped
 
 if TYPE_CHECKING:
     from torch.amp import GradScaler
@@ -65,11 +67,13 @@ class Attached:
         self._node: ProcessNode = worker.node  # type: ignore[assignment]
         self._source: LoopSource = worker.source  # type: ignore[assignment]
         self._check = GradientCheck(self._node, replica, optimizer.optimizer)
+        self._model_check = ModelCheck(replica, ties.undone_at)
         self._lifetime = lifetime = Lifetime(rendezvous, optimizer, worker, ties, monitor)
         with lifetime.guarded():
             self._run(ties.begin(worker, self._source, lifetime.fail))
             self._role = self._node.spawn(self._work(), self._node.name)
             self._go()
+            self._model_check.note()
 
     # ---- the rank
 
@@ -122,7 +126,7 @@ class Attached:
             return False
         with self._lifetime.guarded():
             self._optimizer.missing.look(self.clock, exchanged=self._source.is_exchanged)
-            self._replica.check()
+            self._examine("step")
             mine = scaler is not None and not self._source.exchanges and self._check.overflowed(scaler)
             if not self._ties.intend("overflow" if mine else "step"):
                 self._finish()
@@ -149,7 +153,7 @@ class Attached:
         if not self._may("skip"):
             return False
         with self._lifetime.guarded():
-            self._replica.check()
+            self._examine("skip")
             meets = self._source.exchanges and not self._source.is_exchanged
             self._replica.zero_grad()
             if not self._ties.intend("skip"):
@@ -182,23 +186,29 @@ class Attached:
         """Inside, the model has the parameters that the method would deliver now: the servers', or the mean.
 
         Over collectives all ranks enter it after the same step where the method delivers a mean. Buffers are this
-        rank's own.
+        rank's own. Raises `UsageError` at the end if parameters were changed inside: the replica goes on as before.
         """
         if not self._may("evaluation"):
             yield
             return
         replica = self._replica
         with self._lifetime.guarded():
-            replica.check()
+            self._examine("evaluation")
             delivered = self._run(self._ties.delivered(self._worker))
         kept = replica.params.clone()
         replica.load(delivered)
         self._lifetime.inside = "evaluation"
         try:
             yield
+            changed = not torch.equal(sums_of_runs(replica.params), sums_of_runs(delivered))
         finally:
             self._lifetime.inside = ""
             replica.load(kept)
+        if changed:
+            raise UsageError(
+                "parameters were changed in place inside `with replica.evaluation():`, whose end puts the model back. "
+                "Change a copy there, as copy.deepcopy(model); a change that training continues from belongs after it."
+            )
 
     # ---- the end
 
@@ -211,6 +221,8 @@ class Attached:
             return
         if self._may("close"):
             with self._lifetime.guarded():
+                self._model_check.check("close")
+                self._note_buffers()
                 self._source.discard()
                 self._ties.intend("end")
                 self._finish()
@@ -227,6 +239,16 @@ class Attached:
             self.close()
         elif self._lifetime.error is None and not self._lifetime.closed:
             self._lifetime.fail(error)
+
+    def _examine(self, call: str) -> None:
+        """Raise an error if the user's code has moved or changed what is trained in a way that `call` would undo."""
+        try:
+            self._replica.check()
+        except ReplicaError:
+            check_unwrapped(self._replica.module)  # a wrapper that has moved the parameters says more
+            raise
+        self._optimizer.check()
+        self._model_check.check(call)
 
     def _overflows(self, scaler: GradScaler, *, mine: bool) -> bool:
         """Whether the step is skipped because scaled gradients overflowed, of this rank (`mine`) or another.
@@ -265,6 +287,7 @@ class Attached:
         self._worker.pausing = skipping and rates is not None  # where servers step by the user's rule
         self._source.give()
         self._go()
+        self._model_check.note()
         self._optimizer.end_step()
         self._replica.zero_grad()
 
@@ -277,6 +300,11 @@ class Attached:
         self._replica.load(self._run(self._ties.finish(self._worker)))
         self._load_buffers()
         self._lifetime.end()
+
+    def _note_buffers(self) -> None:
+        """Let buffers that the user's code has changed since the last step count at the end."""
+        if self._worker.buffers is not None:
+            self._worker.buffers = self._replica.buffers_flat()
 
     def _load_buffers(self) -> None:
         if self._worker.buffers is not None:

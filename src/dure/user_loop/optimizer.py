@@ -20,6 +20,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 from contextlib import contextmanager
 from inspect import signature
+from itertools import chain
+from operator import is_
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakSet
 
@@ -29,11 +31,13 @@ from dure.core.state import State
 from dure.errors import UsageError
 from dure.job.optimizer import GroupRange, OptimizerSpec
 from dure.user_loop.gradient_check import MissingGradient
+from dure.user_loop.wrapped import WrapperGuard
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import nn
+    from torch.utils.hooks import RemovableHandle
 
     from dure.job.replica import Replica
 
@@ -77,8 +81,12 @@ class UserOptimizer:
         self._replica = replica
         self._mine = False
         self.missing = MissingGradient(replica, optimizer)
-        self._hooks = [optimizer.register_step_pre_hook(self._guard)]
         self.number: int = 1 + max((other.number for other in _ATTACHED), default=0)
+        self._members = _members(optimizer)
+        self._hooks: list[RemovableHandle | WrapperGuard] = [
+            optimizer.register_step_pre_hook(self._guard),
+            WrapperGuard(replica),
+        ]
         _ATTACHED.add(self)
 
     def apply(
@@ -102,6 +110,13 @@ class UserOptimizer:
     def holds(self, parameters: Set[int]) -> bool:
         """Whether it trains one of these, given by `id`."""
         return any(id(parameter) in parameters for parameter in self._replica.parameters)
+
+    def check(self) -> None:
+        """Raises `UsageError` if a parameter that is none of the model's has been added to the optimizer."""
+        members, now = self._members, _members(self.optimizer)
+        if len(members) != len(now) or not all(map(is_, members, now)):
+            _check_owner(self.optimizer, self._replica)
+            self._members = now
 
     def begin_step(self, *, pausing: bool) -> None:
         """A step of the user's loop begins; `pausing` makes `apply` do nothing in it."""
@@ -299,6 +314,10 @@ def _refuse_state(optimizer: torch.optim.Optimizer, loaded: Mapping[str, Any]) -
             f"this state holds what {type(optimizer).__name__} has gathered, and the servers that step in its place "
             f"keep their own, which began with nothing: load the model's state alone. {_ELSE}"
         )
+
+
+def _members(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
 
 
 def check_step(optimizer: torch.optim.Optimizer) -> None:

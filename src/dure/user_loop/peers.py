@@ -46,7 +46,8 @@ class SentCollectives:
 class LoopCollectives:
     """Ties over collectives.
 
-    `overflowed`: the scaled gradient of a rank, in the step that was agreed on last, holds NaN or infinity.
+    `overflowed`: the scaled gradient of a rank, in the step that was agreed on last, holds NaN or infinity. `undone_at`
+    names the calls that undo a change of the model in place: the end, if a center is delivered and not the replica.
     """
 
     def __init__(self, node: ProcessNode, rendezvous: Rendezvous, replica: Replica, strategy: Strategy) -> None:
@@ -58,6 +59,7 @@ class LoopCollectives:
             Engine(node, rendezvous, replica.device) if by_engine else SentCollectives(node, rendezvous, topology)
         )
         self._delivers = traits_of(strategy.sync).delivers
+        self.undone_at = () if self._delivers in ("replica", "mean") else ("close",)
         self._agreement = Agreement(self._engine.group)
         self._source: LoopSource | None = None
         self.overflowed = False

@@ -21,6 +21,7 @@ from dure.run.strategy import catalogue, member_text, name_of
 from dure.runtime.launch.machine_memory import SHARD_PROCESS_NBYTES, check_memory, physical_memory
 from dure.runtime.launch.shard_process import ShardProcess
 from dure.sync import membership
+from dure.sync.base import traits_of
 from dure.topology.parameter_server.client import ServerClient
 from dure.topology.parameter_server.placement import held_by
 from dure.topology.parameter_server.session import ServerSession
@@ -46,7 +47,8 @@ MOST_SHARDS = 64
 class LoopServers:
     """Ties over parameter servers. Raises `UsageError` for what servers cannot do with the user's optimizer.
 
-    `overflowed` is never set: each rank skips its own overflows.
+    `overflowed` is never set: each rank skips its own overflows. `undone_at` names the calls that undo a change of the
+    model in place: where servers have the only model, all that pull it, and else the end.
     """
 
     overflowed = False
@@ -78,6 +80,8 @@ class LoopServers:
         self._rule = None if self._side.own_rule else ServerOptimizer(mine.optimizer, replica)
         if self._rule is not None:
             mine.refuse_states()
+        pulls = self._rule is not None or traits_of(sync).delivers == "server"
+        self.undone_at = ("step", "skip", "evaluation", "close") if pulls else ("close",)
         self._spec = self._side.optimizer(self._rule.spec if self._rule else OptimizerSpec())
         self._helpers: list[ShardProcess] = []
         self._check_room()
