@@ -321,9 +321,16 @@ def case_leaves_during_backward():
     return {**found, "events": events[: events.index("step")]}
 
 
+def join_group(name):
+    """Make the default process group; a second one in the same store needs keys of its own."""
+    place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = torch.distributed.PrefixStore(name, torch.distributed.TCPStore(*place, is_master=False))
+    torch.distributed.init_process_group("gloo", store=store, rank=RANK, world_size=WORLD)
+
+
 def case_leaves_during_backward_with_ddp():
     """The same loop under DistributedDataParallel."""
-    torch.distributed.init_process_group("gloo")
+    join_group("with ddp")
     model = DistributedDataParallel(wide())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     optimizer.register_step_post_hook(lambda *_: optimizer.zero_grad())
@@ -334,7 +341,7 @@ def case_leaves_during_backward_with_ddp():
 
 def case_beside_ddp():
     """A wrapper that nobody calls, and calls of one that is made before attach, or after it."""
-    torch.distributed.init_process_group("gloo")
+    join_group("beside ddp")
     found = {}
     module = DistributedDataParallel(model(RANK)).module
     with attach(module, torch.optim.SGD(module.parameters(), lr=0.1), "bsp") as replica:
