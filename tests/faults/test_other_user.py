@@ -261,10 +261,11 @@ def test_the_key_is_in_no_argument_no_variable_and_no_file(runs, capfd):
 
 @needs_root
 @pytest.mark.parametrize(
-    ("seconds", "steps", "floods"), [(3.0, 150, 1), pytest.param(60.0, 6000, 3, marks=pytest.mark.soak)]
+    ("seconds", "steps", "floods", "warn_after"),
+    [(3.0, 150, 1, 4.0), pytest.param(60.0, 6000, 3, None, marks=pytest.mark.soak)],
 )
 @pytest.mark.timeout(900)
-def test_a_flood_of_garbage_makes_no_process_look_frozen(seconds, steps, floods, fork_server, caplog):
+def test_a_flood_of_garbage_makes_no_process_look_frozen(seconds, steps, floods, warn_after, fork_server, caplog):
     """Two processes of another user fill whatever buffer they reach, while the run goes on."""
     for _ in range(floods):
         attackers = []
@@ -277,7 +278,7 @@ def test_a_flood_of_garbage_makes_no_process_look_frozen(seconds, steps, floods,
             all_finished = trial.driver._all_finished
             trial.driver._all_finished = lambda: sum(each.ended() for each in attackers) == 2 and all_finished()
 
-        options = {"workers": 2, "steps": steps, "frozen_after": 6.0}
+        options = {"workers": 2, "steps": steps, "frozen_after": 6.0, "warn_after": warn_after}
         trial = Trial(configured("waits_now_and_then", "downpour ps", **options))
         outcome = trial.run(act, fork_server=fork_server)
         assert min(each.found["tcp"] for each in attackers) > 100, "nothing was flooded"
