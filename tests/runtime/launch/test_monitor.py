@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from dure.errors import PeerLost
 from dure.runtime.launch.monitor import HeartbeatCaller, RankMonitor
+from dure.runtime.launch.notes import NoteSeal
 from dure.runtime.launch.rendezvous import RankEnvironment, Rendezvous
 from dure.runtime.wire import Credentials
 
@@ -29,6 +30,8 @@ def met(rank: int, port: int) -> Rendezvous:
     """The rendezvous of one of two ranks, in the store at `port`."""
     one = Rendezvous.__new__(Rendezvous)
     one.place = RankEnvironment(rank, 2, "127.0.0.1")
+    one.seal = NoteSeal(None)
+    one._met = True
     one.store = dist.PrefixStore(  # type: ignore[attr-defined]
         "test", dist.TCPStore("127.0.0.1", port, 2, is_master=False, timeout=timedelta(seconds=LATEST))
     )
