@@ -25,6 +25,11 @@ DureError
     └── DamagedFrame     bytes differ from the frame that was sent
 """
 
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 
 class DureError(Exception):
     """Root of all exceptions that dure raises on purpose."""
@@ -51,7 +56,9 @@ class DeadlockError(DureError):
 
 
 class DivergedError(DureError):
-    """The loss is NaN or infinity."""
+    """The loss is NaN or infinity. `history` has the rows that a run has added before, one with this loss too."""
+
+    history: Sequence[Mapping[str, Any]] = ()
 
 
 class Quarantined(DivergedError):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 
 import pytest
 import torch
@@ -12,6 +14,9 @@ import dure
 from dure.cli.main import main
 from dure.core.finite import all_finite
 from dure.errors import DivergedError, DureError
+from dure.run.compare import run_all
+from dure.run.config import CompareConfig
+from dure.run.prebuilt import Prebuilt
 
 LOCAL = ["downpour ps", "hogwild", "bsp"]
 SOAK = [
@@ -105,12 +110,52 @@ def test_an_evaluation_of_nan_ends_the_run(fork_server):
         local(fork_server, "evaluation_of_nan", "bsp")
 
 
-def test_a_comparison_shows_a_run_that_diverged(tmp_path):
-    found = dure.compare(
-        f"{JOBS}:evaluation_of_nan", "bsp", "downpour", on="virtual", steps=4, report=tmp_path / "x.html"
+STALE = {"workers": 8, "steps": 40, "eval_every": 4, "seed": 1}
+"""Options with which `quadratic` converges under bsp, and diverges with stale gradients."""
+
+
+def test_a_comparison_keeps_the_rows_of_runs_that_diverge(tmp_path, capsys):
+    job, strategies = f"{JOBS}:quadratic", ("downpour", "bsp", "downpour")
+    flags = [text for name, value in STALE.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+    asked = [text for each in strategies for text in ("--strategy", each)]
+    place = ["--out", str(tmp_path), "--report", str(tmp_path / "x.html"), "--target-loss", "0.01"]
+    assert main(["compare", job, "--on", "virtual", "--json", *flags, *asked, *place]) == 0
+    said = capsys.readouterr()
+    first, good, last = json.loads(said.out, parse_constant=pytest.fail)["runs"]
+    alone = dure.train(job, strategy="bsp", on="virtual", **STALE)
+    assert good["params_sha256"] == alone.figures["params_sha256"]
+    with pytest.raises(DivergedError) as caught:
+        dure.train(job, strategy="downpour", on="virtual", **STALE)
+    rows = caught.value.history
+    assert len(rows) > 3
+    for stale in first, last:
+        assert (stale["loss"], stale["steps"], stale["seconds"]) == ("NaN", rows[-1]["step"], rows[-1]["seconds"])
+        assert stale["diverged"] == str(caught.value)
+    assert said.err.count(" diverged ") == 2
+    assert ">diverged<" in (tmp_path / "x.html").read_text()
+
+
+def test_the_command_fails_if_all_that_it_trains_diverges(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    options = [f"{JOBS}:evaluation_of_nan", "--on", "virtual", "--workers", "1", "--steps", "1", "--strategy", "bsp"]
+    assert main(["compare", *options]) == 1
+    assert main(["train", *options]) == 1
+    assert re.search(r"^dure: the loss .* diverged\. Try a l", capsys.readouterr().err, re.MULTILINE)
+
+
+def test_a_comparison_of_processes_keeps_the_row_of_nan(fork_server, tmp_path):
+    config = CompareConfig.of(
+        {
+            "job": f"{JOBS}:evaluation_of_nan",
+            "strategies": ("bsp",),
+            "on": ("local",),
+            "workers": 1,
+            "steps": 4,
+            "report": tmp_path / "x.html",
+        }
     )
-    assert [math.isnan(run.summary()["loss"]) for run in found.runs] == [True, True]
-    assert "diverged" in (tmp_path / "x.html").read_text()
+    (run,) = run_all(config, Prebuilt(fork_server=fork_server)).runs
+    assert [math.isnan(row["loss"]) for row in run.history] == [True]
 
 
 @pytest.mark.parametrize("strategy", VIRTUAL)

@@ -74,6 +74,20 @@ def evaluation_of_nan(data_root: Path) -> Job:
     return replace(job(DIM), test=Data(torch.full((2, DIM), torch.nan), torch.zeros(2)))
 
 
+def quadratic(data_root: Path) -> Job:
+    """Least squares with a rate at which fresh gradients converge, and gradients that are 7 updates old do not."""
+    inputs = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+    data = Data(inputs, inputs.sum(1, keepdim=True))
+    return Job(
+        model=lambda: nn.Linear(4, 1),
+        loss=nn.functional.mse_loss,
+        train=data,
+        test=data,
+        batch_size=8,
+        optimizer=OptimizerSpec(lr=0.4),
+    )
+
+
 def counted(data_root: Path) -> Job:
     if in_fork_server():
         note_pushes(data_root)

@@ -202,6 +202,8 @@ class Compare(CompareConfig):
             comparison = run_all(config, Prebuilt(fork_server=fork_server, interruption=interruption))
         table = FittedComparison(comparison.runs, goal(config.target, config.target_loss))
         said, status = _lacking(comparison.runs)
+        if all("diverged" in run.figures for run in comparison.runs):
+            status = 1
         written = _written(comparison.report, config.report)
         return CommandResult(comparison.summary(), [table], _lines(written, _unwritten(comparison.runs), said), status)
 

@@ -16,7 +16,9 @@ from dure.run.config import FEW, CompareConfig, goal
 if TYPE_CHECKING:
     from dure.job.job import Job
     from dure.report.run import Run
+    from dure.run.config import TrainConfig
     from dure.run.prebuilt import Prebuilt
+    from dure.run.strategy import Strategy
     from dure.runtime.virtual.cluster import Cluster
 
 
@@ -63,10 +65,9 @@ def compare(
 def run_all(config: CompareConfig, prebuilt: Prebuilt) -> Comparison:
     """The runs of `config`, one after another. All strategies are checked before the first starts.
 
-    A run that diverges has no history here, and a final loss of NaN.
+    A run that diverges keeps the rows that were computed. The others go on.
     """
     from dure.report.html import DEFAULT, free, write_report
-    from dure.report.run import Run
     from dure.run.train import run
 
     configs = list(config.runs())
@@ -80,10 +81,20 @@ def run_all(config: CompareConfig, prebuilt: Prebuilt) -> Comparison:
             runs.append(run(each, replace(prebuilt, strategy=strategy, told=told)))
         except DivergedError as error:
             log.warning("%s is compared as diverged: %s", strategy, error)
-            runs.append(Run(each.plain(), [], {"loss": math.nan}))
+            runs.append(_diverged(each, strategy, error))
     path = free(DEFAULT) if config.report is None else config.report
     target = goal(config.target, config.target_loss)
     unwritten = Unwritten()
     with unwritten.tolerated(str(path)):
         write_report(path, runs, title=f"{config.job}: {len(runs)} runs", target=target)
     return Comparison(runs, None if unwritten.causes else path)
+
+
+def _diverged(config: TrainConfig, strategy: Strategy, error: DivergedError) -> Run:
+    """The record of a run that ended with `error`: the figures of its last row, a loss of NaN and the sentence."""
+    from dure.report.run import Run
+    from dure.report.values import versions
+
+    run = Run(config.plain(), error.history, {}, config.out, versions(), config.seeded)
+    names = {"job": config.job, "strategy": strategy.text(), "on": config.on, "workers": config.workers}
+    return replace(run, figures={**names, **run.summary(), "loss": math.nan, "diverged": str(error)})

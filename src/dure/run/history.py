@@ -115,6 +115,8 @@ class History:
         }
 
     def _add(self, row: Row) -> None:
+        if self.rows:
+            check_row(self.rows[-1])  # the thread may have evaluated more rows before the run ends
         self.rows.append(row)
         self._callbacks.row(row)
         check_row(row)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from dure.core.folder_names import CHECKPOINTS
 from dure.core.user_code import explain_user_errors
-from dure.errors import CheckpointError, UsageError
+from dure.errors import CheckpointError, DivergedError, UsageError
 from dure.job.job import Job
 from dure.job.validation import try_to_count, validate_job
 from dure.report.files import replacing
@@ -151,8 +151,11 @@ def _recording(setup: Setup, interruption: Interruption) -> Iterator[tuple[RunFo
                 stack.callback(_close, sinks, folder.unwritten)
         place = " (virtual)" if config.virtual else ""
         progress = stack.enter_context(Progress(_short(setup), place, clock=time.monotonic))
+        rows: list[dict[str, Any]] = []
+        stack.enter_context(_with_history(rows))
 
         def row(values: dict[str, Any]) -> None:
+            rows.append(values)
             progress.returned(values.get("mean_return"))
             if folder is not None:
                 folder.append(values)
@@ -169,11 +172,22 @@ def _recording(setup: Setup, interruption: Interruption) -> Iterator[tuple[RunFo
             if config.virtual:
                 interruption.check()
 
-        def rewind(rows: int) -> None:
+        def rewind(left: int) -> None:
+            del rows[left:]
             if folder is not None:
-                folder.rewind(rows)
+                folder.rewind(left)
 
         yield folder, Callbacks(row, advance, progress.evaluating, save, rewind, progress.notice), progress
+
+
+@contextmanager
+def _with_history(rows: Sequence[dict[str, Any]]) -> Iterator[None]:
+    """Give `rows` to the error of a run that diverges."""
+    try:
+        yield
+    except DivergedError as error:
+        error.history = rows
+        raise
 
 
 def _close(sinks: Sequence[Sink], unwritten: Unwritten) -> None:
