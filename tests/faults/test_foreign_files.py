@@ -270,7 +270,7 @@ def test_the_checkpoint_of_another_job_is_refused_before_anything_starts(runs, p
     shutil.copytree(runs / other / "checkpoints", runs / place / "checkpoints")
     rows = (runs / place / "history.jsonl").read_bytes()
     line = said(1, ["train", "--resume", runs / place, "--steps", "6"], capsys)
-    assert "the checkpoint of step 2 is of another run: sync " in line
+    assert "the checkpoint of step 4 is of another run: sync " in line
     assert (runs / place / "history.jsonl").read_bytes() == rows
 
 
