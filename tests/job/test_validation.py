@@ -215,3 +215,5 @@ class Checkpointed(nn.Linear):
 def test_a_reentrant_checkpoint_is_refused_with_what_to_write():
     with pytest.raises(UsageError, match=r"mine: its model calls torch.utils.checkpoint with use_reentrant=True"):
         validate_job(job(lambda: Checkpointed(8, 2)), "mine", rows=4)
+    with pytest.raises(UsageError, match=r"mine: its model calls torch.utils.checkpoint.* Write .*use_reentrant=False"):
+        try_to_count(job(lambda: Checkpointed(8, 2)), "mine")  # as in a plan

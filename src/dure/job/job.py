@@ -50,7 +50,7 @@ from dure.job.data.structure import called
 from dure.job.groups import Groups
 from dure.job.optimizer import OptimizerSpec
 from dure.job.schedule import Schedule, schedule_of
-from dure.job.trial import ROWS
+from dure.job.trial import ROWS, check_graph
 
 BUILT_IN: Mapping[str, str] = {
     "digits-mlp": "dure.job.models.digits:digits_mlp",
@@ -365,6 +365,8 @@ def _count_rows(job: Job, rows: int) -> float:
     counter = FlopCounter()
     explained = user_code.explain_user_errors("counting its model's operations raised")
     with explained, torch.random.fork_rng(devices=[]), counter:
-        job.loss(called(module, inputs), targets).backward()  # type: ignore[no-untyped-call]
+        loss = job.loss(called(module, inputs), targets)
+        check_graph(loss)
+        loss.backward()  # type: ignore[no-untyped-call]
     counted = counter.get_total_flops() / rows
     return counted or 6.0 * sum(each.numel() for each in module.parameters() if each.requires_grad)

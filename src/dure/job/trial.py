@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from dure.core.user_code import explain_user_errors
-from dure.errors import DureError
+from dure.errors import DureError, UsageError
 from dure.job.data.structure import called, mapped
 
 if TYPE_CHECKING:
@@ -60,3 +60,25 @@ def refusal(job: _Job, module: nn.Module, rows: int) -> str | None:
             for buffer, value in buffers:
                 buffer.copy_(value)
     return None
+
+
+def check_graph(loss: Tensor) -> None:
+    """Raise `UsageError` for a loss whose gradients `torch.autograd.grad` cannot compute, or not all of them."""
+    if "CheckpointFunctionBackward" in _nodes(loss):  # its parameters would have no gradient, or autograd raises
+        raise UsageError(
+            "its model calls torch.utils.checkpoint with use_reentrant=True, and dure computes gradients by "
+            "torch.autograd.grad, with which PyTorch supports use_reentrant=False only. Write "
+            "torch.utils.checkpoint.checkpoint(..., use_reentrant=False): the gradients are the same."
+        )
+
+
+def _nodes(loss: Tensor) -> set[str]:
+    """The names of the operations in the graph of `loss`."""
+    names, seen, left = set(), set(), [loss.grad_fn]
+    while left:
+        node = left.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            names.add(node.name())
+            left += [each for each, _ in node.next_functions]
+    return names

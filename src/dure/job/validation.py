@@ -23,6 +23,7 @@ from dure.errors import ReplicaError, UsageError
 from dure.job.data.dataset import Data
 from dure.job.data.structure import called, described, tensors
 from dure.job.replica import Replica
+from dure.job.trial import check_graph
 
 if TYPE_CHECKING:
     from dure.job.data.dataset import DataSet
@@ -160,27 +161,10 @@ def _differentiate(module: nn.Module, loss: Tensor) -> None:
             "a job's loss must be computed from the model's outputs by operations that have gradients, and this one "
             "has none. Leave out .detach(), .item(), argmax and torch.no_grad()."
         )
-    if "CheckpointFunctionBackward" in _nodes(loss):  # its parameters would have no gradient, or autograd raises
-        raise UsageError(
-            "its model calls torch.utils.checkpoint with use_reentrant=True, and dure computes gradients by "
-            "torch.autograd.grad, with which PyTorch supports use_reentrant=False only. Write "
-            "torch.utils.checkpoint.checkpoint(..., use_reentrant=False): the gradients are the same."
-        )
+    check_graph(loss)
     parameters = [each for each in module.parameters() if each.requires_grad]
     with explain_user_errors("the backward pass of its loss raised"):
         torch.autograd.grad(loss.reshape(()), parameters, allow_unused=True)
-
-
-def _nodes(loss: Tensor) -> set[str]:
-    """The names of the operations in the graph of `loss`."""
-    names, seen, left = set(), set(), [loss.grad_fn]
-    while left:
-        node = left.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            names.add(node.name())
-            left += [each for each, _ in node.next_functions]
-    return names
 
 
 def _check_accuracy(job: Job, outputs: Any, targets: Batch) -> None:
