@@ -30,6 +30,7 @@ ADVERSARIAL = ("bsp", RING)
 PINNED = ("bsp", RING, "ssp ps:shards=2")
 LEARNING = ("ssp:bound=2", "averaging:period=4", REMEDIED)
 SKIPPING = ("bsp",)
+CHANNELS_LAST = ("bsp", "bsp ps")
 OVERFLOWING = ("bsp", "averaging:period=5", f"averaging:period=5 {RING.split()[1]}")
 ALL = ("bsp", "averaging:period=3", "downpour", "ssp:bound=3", "bsp ps", "averaging:period=3 ps", RING)
 
@@ -503,6 +504,36 @@ def case_other_fails():
         replica.step()
     replica.close()
     return replica.clock
+
+
+def images(memory_format=torch.channels_last):
+    """A network for the digits as images, in a memory format."""
+    torch.manual_seed(0)
+    layers = nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Conv2d(4, 6, 3, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(24, 10)
+    return nn.Sequential(nn.Unflatten(1, (1, 8, 8)), *layers).to(memory_format=memory_format)
+
+
+def train_images(strategy, steps=6):
+    """The parameters, and the strides of parameters and gradients, after steps with each rank's half of a batch."""
+    module = images()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    strides = set()
+    with attach(module, optimizer, strategy) as replica:
+        for batch in mine(steps):
+            loss_of(module, batch).backward()
+            strides.add(str([(each.stride(), each.grad.stride()) for each in module.parameters()]))
+            replica.step()
+    strides.add(str([(each.stride(), each.grad.stride()) for each in module.parameters()]))
+    return {"params": flat(module), "strides": list(strides)}
+
+
+def case_channels_last():
+    return {strategy: train_images(strategy) for strategy in CHANNELS_LAST}
+
+
+def case_different_strides():
+    module = images(torch.channels_last if RANK else torch.contiguous_format)
+    return error_of(lambda: attach(module, torch.optim.SGD(module.parameters(), lr=0.1), "bsp"))
 
 
 def case_different_models():

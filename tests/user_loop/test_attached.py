@@ -189,6 +189,41 @@ def test_what_is_frozen_starts_from_rank_0_too(ranks, strategy):
     assert first["head"] == second["head"]
 
 
+def plainly_in_channels_last():
+    """A model of PyTorch alone after six steps, and the strides of its parameters and gradients."""
+    module = attached.images()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    for batch in attached.batches(6):
+        optimizer.zero_grad()
+        attached.loss_of(module, batch).backward()
+        optimizer.step()
+    return module, [str([(each.stride(), each.grad.stride()) for each in module.parameters()])]
+
+
+@pytest.mark.parametrize("strategy", attached.CHANNELS_LAST)
+def test_ranks_train_in_channels_last_as_one_process(ranks, strategy):
+    module, strides = plainly_in_channels_last()
+    for rank in ranks:
+        found = rank["channels_last"][strategy]
+        assert close(found["params"], attached.flat(module))
+        assert found["strides"] == strides
+
+
+def test_alone_channels_last_has_the_strides_and_bits_of_plain_pytorch():
+    module, strides = plainly_in_channels_last()
+    assert attached.train_images("bsp") == {"params": attached.flat(module), "strides": strides}
+
+
+def test_the_state_of_channels_last_loads_into_a_plain_model(tmp_path):
+    module, other = attached.images(), attached.images(torch.contiguous_format)
+    with attached.attach(module, torch.optim.SGD(module.parameters(), lr=0.1), "bsp") as replica:
+        attached.loss_of(module, next(attached.batches(1))).backward()
+        replica.step()
+    torch.save(module.state_dict(), tmp_path / "model.pt")
+    other.load_state_dict(torch.load(tmp_path / "model.pt"))
+    assert attached.flat(other) == attached.flat(module)
+
+
 def test_clipping_under_bsp_is_of_the_mean(ranks):
     assert ranks[0]["clipping"] == ranks[1]["clipping"]
     assert close(ranks[0]["clipping"][1], plain(steps=3, clip=0.1))
@@ -271,6 +306,7 @@ def test_a_server_that_is_gone_is_an_error_and_a_worker_is_not(ranks):
     [
         ("different_constants", "'constants': 4"),
         ("different_models", "rank 0 has {'parameters': 1210"),
+        ("different_strides", "'contiguous': 5"),
         ("backward_twice", "with replica.accumulate():"),
         ("adversaries_without_zero_grad", "Sequential (model 2, attached at attached.py:"),
         ("one_evaluates", "1 of 2 ranks entered replica.evaluation()"),

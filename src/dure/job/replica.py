@@ -8,6 +8,9 @@
 Methods, codecs and shards work on flat slices; the module works as before. A parameter that several layers share is in
 the flat tensors once. A parameter with `requires_grad=False` is not in them: its value and its memory stay as they are.
 
+A parameter becomes contiguous, so that every reader of a slice can view it in the parameter's shape. In a loop of the
+user's own (`keep_strides`), it keeps its strides, as of `channels_last`: its slice is in the order of its memory.
+
 Buffers that training changes (batch norm's running statistics) are part of a replica too. `buffers_flat` is a
 snapshot of them in float64, which represents float32 and counts below 2**53 exactly: floating values first, then
 integers. When replicas synchronize, floating values are averaged, and every replica takes the largest of the integers
@@ -52,9 +55,13 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """A parameter, the submodule and the attribute that hold it, and the views of its values and its gradient."""
+    """A parameter, the submodule and the attribute that hold it, and the views of its values and its gradient.
+
+    `strides` are those of the views; None for contiguous ones.
+    """
 
     layer: Layer
+    strides: tuple[int, ...] | None
     owner: nn.Module
     attribute: str
     parameter: nn.Parameter
@@ -64,6 +71,10 @@ class _Slot:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "home", _place(self.values))
+
+    def view(self, flat: Tensor) -> Tensor:
+        """The part of a flat tensor that belongs to the parameter, in its shape."""
+        return _view(flat, self.layer, self.strides)
 
 
 class _Registry:
@@ -98,7 +109,7 @@ class Replica:
     Raises `ReplicaError` for a module that cannot be laid out flat.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, *, keep_strides: bool = False) -> None:
         found = _trainable(module)
         first = found[0][1]
         stops = list(accumulate(parameter.numel() for _, parameter in found))
@@ -110,7 +121,8 @@ class Replica:
         self.params = torch.empty(stops[-1], dtype=first.dtype, device=first.device)
         self.grads = torch.zeros_like(self.params)
         self._slots = tuple(
-            self._adopt(layer, parameter) for layer, (_, parameter) in zip(self.layers, found, strict=True)
+            self._adopt(layer, parameter, _strides(parameter) if keep_strides else None)
+            for layer, (_, parameter) in zip(self.layers, found, strict=True)
         )
         self._frozen = tuple((n, p) for n, p in module.named_parameters() if not p.requires_grad)
         self._registry = _Registry(module)
@@ -122,16 +134,15 @@ class Replica:
         self.figures: dict[tuple[object, ...], Any] = {}
         """What has been measured of the module, by the name of the measurement."""
 
-    def _adopt(self, layer: Layer, parameter: nn.Parameter) -> _Slot:
-        values = self.params[layer.start : layer.stop].view(layer.shape)
-        gradient = self.grads[layer.start : layer.stop].view(layer.shape)
+    def _adopt(self, layer: Layer, parameter: nn.Parameter, strides: tuple[int, ...] | None) -> _Slot:
+        values, gradient = (_view(flat, layer, strides) for flat in (self.params, self.grads))
         values.copy_(parameter.data)
         parameter.data = values
         if parameter.grad is not None:
             gradient.copy_(_dense(parameter.grad))
         parameter.grad = gradient
         path, _, attribute = layer.name.rpartition(".")
-        return _Slot(layer, self.module.get_submodule(path), attribute, parameter, values, gradient)
+        return _Slot(layer, strides, self.module.get_submodule(path), attribute, parameter, values, gradient)
 
     @property
     def numel(self) -> int:
@@ -165,7 +176,7 @@ class Replica:
             return
         self.params = values
         for slot in self._slots:
-            slot.parameter.data = values[slot.layer.start : slot.layer.stop].view(slot.layer.shape)
+            slot.parameter.data = slot.view(values)
         self._slots = tuple(replace(slot, values=slot.parameter.data) for slot in self._slots)
 
     def drop_gradients(self) -> None:
@@ -173,8 +184,7 @@ class Replica:
         self.grads = grads = self.grads.new_zeros(()).expand(self.numel)
         for slot in self._slots:
             slot.parameter.grad = None
-        views = [grads[slot.layer.start : slot.layer.stop].view(slot.layer.shape) for slot in self._slots]
-        self._slots = tuple(replace(slot, gradient=view) for slot, view in zip(self._slots, views, strict=True))
+        self._slots = tuple(replace(slot, gradient=slot.view(grads)) for slot in self._slots)
 
     def zero_grad(self) -> None:
         """Zero `grads` in place; the module's gradients stay views of it."""
@@ -363,6 +373,17 @@ def _trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
                 f"separate. Share the object instead: module.{name} = module.{other}."
             )
     return found
+
+
+def _strides(parameter: nn.Parameter) -> tuple[int, ...] | None:
+    """The strides of a parameter in memory of its own, without gaps; None for a contiguous one."""
+    strides = torch.empty_like(parameter, device="meta").stride()
+    return None if strides == torch.empty(parameter.shape, device="meta").stride() else strides
+
+
+def _view(flat: Tensor, layer: Layer, strides: tuple[int, ...] | None) -> Tensor:
+    part = flat[layer.start : layer.stop]
+    return part.view(layer.shape) if strides is None else part.as_strided(layer.shape, strides)
 
 
 def _refuse_mixture(kind: str, found: Sequence[tuple[str, nn.Parameter]]) -> None:

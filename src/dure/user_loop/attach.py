@@ -90,7 +90,7 @@ def attach(
     check_free(model, optimizer)
     check_step(optimizer)
     _check_values(model)
-    replica = Replica(model)
+    replica = Replica(model, keep_strides=True)
     rendezvous = met(place() or RankEnvironment(), "attach", None if key_file is None else Path(key_file))
     caller = traceback.extract_stack(limit=2)[0]
     with ExitStack() as undo:
@@ -176,11 +176,13 @@ def _introduce(rendezvous: Rendezvous, strategy: Strategy, replica: Replica, bat
 
     Raises `UsageError` if ranks attach different strategies or models.
     """
-    layers = [[layer.name, list(layer.shape)] for layer in replica.layers]
+    pairs = zip(replica.layers, replica.parameters, strict=True)
+    layers = [[layer.name, list(layer.shape), list(parameter.stride())] for layer, parameter in pairs]
     constants = [[name, list(each.shape), str(each.dtype)] for name, each in replica.constants.items()]
     model = {
         "parameters": replica.numel,
         "dtype": str(replica.dtype),
+        "contiguous": sum(parameter.is_contiguous() for parameter in replica.parameters),
         "buffers": replica.buffers_flat().numel(),
         "constants": sum(each.numel() for each in replica.constants.values()),
         "layers": hashlib.sha256(repr([layers, constants]).encode()).hexdigest()[:16],
