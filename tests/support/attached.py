@@ -564,6 +564,64 @@ def case_one_evaluates():
     return error_of(look if RANK == 0 else replica.step)
 
 
+class Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise MemoryError("in the middle of backward")
+
+
+def repeating(make, failing, steps=3):
+    """Parameters after `steps` steps; in the second, the first backward of the ranks `failing` raises halfway."""
+    module, on = make(), False
+    module[1].register_forward_hook(lambda module, given, out: Failing.apply(out) if on else None)
+    with attach(module, torch.optim.SGD(module.parameters(), lr=0.1), "bsp") as replica:
+        for step, batch in enumerate(mine(steps)):
+            if step == 1 and RANK in failing:
+                on = True
+                with contextlib.suppress(MemoryError):
+                    loss_of(module, batch).backward()
+                on = False
+                module.zero_grad()
+            loss_of(module, batch).backward()
+            replica.step()
+    return flat(module)
+
+
+def case_repeats_a_backward():
+    return [repeating(model, (0,)), repeating(model, ())]
+
+
+def case_repeats_a_wide_backward():
+    return error_of(lambda: repeating(wide, (0, 1)))
+
+
+def case_goes_on_after_two_backwards():
+    module = model(RANK)
+    replica = attach(module, torch.optim.SGD(module.parameters(), lr=0.1), "bsp")
+    batch = next(mine(1))
+    loss_of(module, batch).backward()
+    error_of(lambda: loss_of(module, batch).backward())
+    return error_of(replica.step)
+
+
+def case_adds_a_group():
+    module = model()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+
+    def add():
+        with attach(module, optimizer, "bsp") as replica:
+            module.append(nn.Linear(10, 4))
+            optimizer.add_param_group({"params": list(module[-1].parameters())})
+            module(next(mine(1))[0]).sum().backward()
+            replica.step()
+
+    return error_of(add)
+
+
 def leaving_out(at, strategy="bsp"):
     """Parameters after three steps; the ranks for which `at` names a step skip it after its backward."""
     module = model(RANK)

@@ -322,6 +322,24 @@ def test_what_ranks_must_agree_on_is_an_error_at_both(ranks, case, words):
         assert seconds < 20
 
 
+def test_a_backward_that_failed_before_its_gradient_left_can_be_repeated(ranks):
+    for rank in ranks:
+        assert rank["repeats_a_backward"] == [pytest.approx(ranks[0]["repeats_a_backward"][1], abs=1e-6)] * 2
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("repeats_a_wide_backward", "has not come to its end"),
+        ("goes_on_after_two_backwards", "backward() ran twice"),
+        ("adds_a_group", "parameter group 1 of the optimizer has a parameter of shape (4, 10)"),
+    ],
+)
+def test_steps_that_would_make_replicas_differ_end_the_training(ranks, case, words):
+    for rank in ranks:
+        assert words in rank[case][1]
+
+
 def test_all_ranks_may_leave_out_a_step_that_was_exchanged(ranks):
     """The mean decides, which all ranks hold: a plain loop that leaves out the same batch."""
     module = attached.model(0)
@@ -1304,6 +1322,10 @@ def test_places():
         place({"RANK": "0", "WORLD_SIZE": "2"})
     with pytest.raises(UsageError, match="RANK must be from 0 to 1"):
         place({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"})
+    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"):
+        for text in ("\N{SUPERSCRIPT TWO}", "x", "-1", "9" * 5000):
+            with pytest.raises(UsageError, match=f"{name} must be a whole number"):
+                place({**started, name: text})
 
 
 # ---- programs

@@ -22,6 +22,7 @@ LEAST_NBYTES, MOST_NBYTES = 3 << 19, 4 << 20
 """Limits of a slice's size: it ends at the first border of a parameter after an eighth of the gradient."""
 
 Launch = Callable[["torch.Tensor"], Any]
+Index = Callable[[int], None]
 
 
 def cut(replica: Replica, nbytes: int | None = None, without: Collection[int] = ()) -> list[tuple[int, int]]:
@@ -63,7 +64,8 @@ class Overlap:
         own = [index for index in range(len(replica.layers)) if index not in without]
         self._slice_of = {index: self._find(replica.layers[index].start) for index in own}
         self._launch: Launch | None = None
-        self._begin: Callable[[int], None] | None = None
+        self._begin: Index | None = None
+        self._again: Index | None = None
         self._missing: list[set[int]] = []
         self._writers: list[list[torch.Stream]] = []
         self._next = 0
@@ -73,13 +75,15 @@ class Overlap:
             for index in own
         ]
 
-    def arm(self, launch: Launch, begin: Callable[[int], None] | None = None) -> None:
+    def arm(self, launch: Launch, begin: Index | None = None, again: Index | None = None) -> None:
         """Pass each slice that the next backward completes to `launch`.
 
-        Before the first, `begin` is called with the index of the parameter that is complete. It may arm anew.
+        Before the first, `begin` is called with the index of the parameter that is complete. `again` is called for a
+        parameter that is complete a second time, as in a backward after one that has failed. Both may arm anew.
         """
         self._launch = launch
         self._begin = begin
+        self._again = again
         self._missing = [set() for _ in self.slices]
         for index, number in self._slice_of.items():
             self._missing[number].add(index)
@@ -113,6 +117,11 @@ class Overlap:
     def armed(self) -> bool:
         return self._launch is not None
 
+    @property
+    def has_launched(self) -> bool:
+        """Whether a slice of the gradient has left since `arm`."""
+        return self._next > 0
+
     def _find(self, position: int) -> int:
         return next(n for n, (start, stop) in enumerate(self.slices) if start <= position < stop or start == position)
 
@@ -122,8 +131,10 @@ class Overlap:
         if self._begin is not None:
             begin, self._begin = self._begin, None
             begin(index)
-        self.replica.bring_home(index)
         number = self._slice_of[index]
+        if self._again is not None and index not in self._missing[number]:
+            self._again(index)
+        self.replica.bring_home(index)
         if self.replica.device.type != "cpu":
             self._note_writer(number)
         self._missing[number].discard(index)

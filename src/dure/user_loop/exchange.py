@@ -44,6 +44,13 @@ REMEDY = (
 )
 """What to write in place of a second backward of a model whose gradient has been exchanged."""
 
+_UNFINISHED = (
+    "has not come to its end, and the other ranks have a part of its gradient. After an exception in backward() attach "
+    "again, with the values of a checkpoint. Without one, two threads run backward() at once, or a layer is in several "
+    "parts that torch.utils.checkpoint computes with use_reentrant=True: write use_reentrant=False."
+)
+"""Why an exchange cannot be finished, and what to do."""
+
 
 class Exchange:
     """Turns the gradient of the model `name` in `replica.grads` into the mean over `group`; this rank weighs `share`.
@@ -82,10 +89,13 @@ class Exchange:
         `skipped` then says whether every rank skipped the step. Set `left_out` where this rank does not step with a
         mean that others may step with: the next agreement compares that.
         """
+        if self._is_open:
+            self._refuse_part()
+        else:
+            self._said = None
         self.going = None
-        self._said = None
         self._faulty = False
-        self._overlap.arm(self._launch, self._begin)
+        self._overlap.arm(self._launch, self._begin, self._begin_again)
 
     def discard(self) -> None:
         """Exchange the next backward in place of the last, with whose mean this rank does not step."""
@@ -99,9 +109,12 @@ class Exchange:
     def complete(self, mine: Intention) -> bool:
         """Exchange what is in `grads` now, unless a backward has done so; whether everybody goes on."""
         if self.going is None:
+            if self._is_open:
+                self._refuse_part(ends=mine == "end")
             if not self._overlap.armed:
                 self.arm()
-            self._say(mine)
+            if self._said is None:
+                self._say(mine)
             self._wait()
         self._overlap.disarm()
         assert self.going is not None
@@ -118,9 +131,26 @@ class Exchange:
         self._overlap.close()
         self._said = None
 
+    @property
+    def _is_open(self) -> bool:
+        """Whether a backward has begun the exchange, and none has come to its end."""
+        return self._said is not None and self.going is None
+
     def _begin(self, _: int) -> None:
-        self._say("step")
+        if self._said is None:
+            self._say("step")
         torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
+
+    def _begin_again(self, index: int) -> None:
+        """Begin anew with a backward after one that has failed."""
+        self._refuse_part()
+        self._overlap.arm(self._launch, None, self._begin_again)
+        self._begin(index)
+
+    def _refuse_part(self, *, ends: bool = False) -> None:
+        """Raises `UsageError`, which ends the training, where others have a part of a gradient that failed."""
+        if ends or self._overlap.has_launched:
+            raise self._failed(UsageError(f"a backward() of {self.name} {_UNFINISHED}"))
 
     def _say(self, mine: Intention) -> None:
         self._said = self._agreement.start(mine, left_out=self.left_out)
@@ -133,6 +163,8 @@ class Exchange:
         return self._group.all_reduce(part)
 
     def _after_backward(self) -> None:
+        if self.going is not None:
+            return
         try:
             self._wait()
         except BaseException as error:
@@ -146,12 +178,14 @@ class Exchange:
     def _backward_again(self, index: int) -> None:
         """Begin the exchange of a backward whose parameter `index` is complete; the last one has been exchanged."""
         if not self._replica.is_emptied(but=index):
-            raise UsageError(
-                f"backward() ran twice before replica.step() of {self.name}, and its first gradient has been "
-                f"exchanged already. {REMEDY}"
+            raise self._failed(
+                UsageError(
+                    f"backward() ran twice before replica.step() of {self.name}, and its first gradient has been "
+                    f"exchanged already. {REMEDY}"
+                )
             )
         self.discard()
-        self._overlap.arm(self._launch)
+        self._overlap.arm(self._launch, None, self._begin_again)
         self._begin(index)
 
     def _wait(self) -> None:

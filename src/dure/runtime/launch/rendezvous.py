@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from dure.core.node import nothing
+from dure.core.text import quoted
 from dure.errors import AlteredNote, CallTimeout, PeerLost, RemoteError, UsageError
 from dure.runtime.launch.engine_store import listening_store
 from dure.runtime.launch.notes import NoteSeal
@@ -46,6 +47,9 @@ FAILURE = "failure"
 
 NONCE = "nonce"
 """Name of the first note of each rank."""
+
+_DIGITS = 9
+"""Most digits of a number in the environment."""
 
 log = logging.getLogger("dure")
 
@@ -92,9 +96,9 @@ def place(environ: Mapping[str, str] = os.environ) -> RankEnvironment | None:
     if not 0 <= rank < world_size:
         raise UsageError(f"RANK must be from 0 to {world_size - 1} (WORLD_SIZE is {world_size}), it is {rank}.")
     master = environ["MASTER_ADDR"] if world_size > 1 else None
-    restarts = int(environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
-    local_size = int(environ.get("LOCAL_WORLD_SIZE") or world_size)
-    local_rank = int(environ.get("LOCAL_RANK") or rank)
+    optional = {"TORCHELASTIC_RESTART_COUNT": 0, "LOCAL_WORLD_SIZE": world_size, "LOCAL_RANK": rank}
+    restarts, local_size, local_rank = (_whole(name, environ.get(name) or str(each)) for name, each in optional.items())
+    _whole("MASTER_PORT", environ["MASTER_PORT"])
     return RankEnvironment(rank, world_size, master, restarts, _launch(environ), local_size, local_rank)
 
 
@@ -114,8 +118,8 @@ def _launch(environ: Mapping[str, str]) -> str:
 
 
 def _whole(name: str, text: str) -> int:
-    if not text.isdigit():
-        raise UsageError(f"the environment variable {name} must be a whole number, it is {text!r}.")
+    if not (text.isascii() and text.isdigit() and len(text) <= _DIGITS):
+        raise UsageError(f"the environment variable {name} must be a whole number, it is {quoted(text)}.")
     return int(text)
 
 
