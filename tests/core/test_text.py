@@ -48,6 +48,11 @@ def test_an_exception_without_a_text_has_one():
     assert text_of(ValueError("said")) == "said"
 
 
+@pytest.mark.parametrize("message", [None, 5, b"bytes"])
+def test_a_syntax_error_of_the_users_own_has_a_text_of_any_type(message):
+    assert text_of(SyntaxError(message)) == str(message)
+
+
 def chain(links):
     error = ValueError("first")
     for number in range(links):

@@ -71,6 +71,17 @@ def test_a_long_text_is_cut():
     assert "word last (" in said
 
 
+@pytest.mark.parametrize("details", [(), (5,), ("wrong", (5, "x", 1, "text"))])
+def test_any_exception_of_a_user_is_explained(details):
+    with pytest.raises(UsageError, match="it raised SyntaxError"), user_code.explain_user_errors("it raised"):
+        raise SyntaxError(*details)
+
+
+def test_code_of_a_file_with_a_name_that_no_file_has_is_explained():
+    with pytest.raises(UsageError, match="ValueError: said"), user_code.explain_user_errors("it raised"):
+        exec(compile("raise ValueError('said')", "f" * 5000, "exec"))
+
+
 def test_a_file_that_ends_the_process_is_refused(tmp_path):
     said = broken(tmp_path, "import sys\nsys.exit('enough')\n")
     assert said == "SystemExit: enough (mine.py, line 2)."

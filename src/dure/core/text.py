@@ -66,8 +66,8 @@ def sentence(text: str) -> str:
 
 def text_of(error: BaseException) -> str:
     """The text of an exception, also of one whose `__str__` fails."""
-    if isinstance(error, SyntaxError):
-        return error.msg
+    if isinstance(error, SyntaxError) and isinstance(error.msg, str):
+        return "".join(error.msg)  # without the lines that the traceback shows
     return str(traceback.TracebackException(type(error), error, None, limit=0))
 
 

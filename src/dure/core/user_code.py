@@ -145,13 +145,13 @@ def explain_user_errors(what: str, kind: type[DureError] = UsageError, *, only: 
 
 def _place(error: BaseException) -> tuple[Path, int] | None:
     """The user's file and line that raised, or that called the library which raised; None if dure did."""
-    if isinstance(error, SyntaxError) and error.filename is not None and error.lineno is not None:
+    if isinstance(error, SyntaxError) and isinstance(error.filename, str) and isinstance(error.lineno, int):
         return Path(error.filename), error.lineno
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(frame.filename)
         if path.is_relative_to(_OURS):
             return None
-        if path.is_file() and not path.is_relative_to(_STANDARD) and not _INSTALLED & {*path.parts}:
+        if is_regular(path) and not path.is_relative_to(_STANDARD) and not _INSTALLED & {*path.parts}:
             return path, frame.lineno or 0
     return None
 

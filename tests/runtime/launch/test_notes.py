@@ -74,6 +74,15 @@ def test_a_note_is_valid_under_its_name_in_its_meeting_alone() -> None:
         meeting.read("record", b"\xff")
 
 
+@pytest.mark.parametrize(
+    "note", [b"9" * 5000, b"[" * 100_000, b"\xff", b"", b"\0"], ids=["digits", "deep", "bytes", "none", "0"]
+)
+@pytest.mark.parametrize("key", [None, KEY], ids=["no key", "key"])
+def test_a_note_that_cannot_be_read_is_altered(note: bytes, key: bytes | None) -> None:
+    with pytest.raises(AlteredNote, match=r"'record'.*was altered"):
+        NoteSeal(key).read("record", note)
+
+
 def test_forged_failures_end_no_wait_and_hide_no_failure(port: int, caplog: pytest.LogCaptureFixture) -> None:
     one, other = met()
     forger = Forger(port)

@@ -47,6 +47,17 @@ def test_a_name_without_an_address_is_refused() -> None:
         address_toward("no.such.invalid")
 
 
+@pytest.mark.parametrize("host", ["x" * 70, "a..b", ".", "y" * 5000])
+def test_a_name_that_no_machine_can_have_is_refused(host: str) -> None:
+    with pytest.raises(UsageError, match=r"MASTER_ADDR is .*no address of it"):
+        address_toward(host)
+
+
+def test_an_address_in_brackets_says_what_to_write() -> None:
+    with pytest.raises(UsageError, match=r"Write fd00::1, without brackets\."):
+        address_toward("[fd00::1]")
+
+
 @pytest.mark.alone
 @pytest.mark.skipif(bool(REASON), reason=REASON)
 def test_a_machine_with_ipv6_alone_has_an_address_and_an_interface_for_the_engine() -> None:
@@ -76,6 +87,7 @@ print(model.weight.sum().item())
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(300)
 @pytest.mark.alone
 @pytest.mark.skipif(bool(REASON), reason=REASON)
 @pytest.mark.parametrize("also_ipv4", [False, True])
@@ -93,6 +105,7 @@ def test_two_hosts_train_over_ipv6_from_torchrun(topology: str, also_ipv4: bool,
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(300)
 @pytest.mark.alone
 @pytest.mark.skipif(bool(REASON), reason=REASON)
 @pytest.mark.parametrize("strategy", ["bsp", "ssp:bound=3 ps"])

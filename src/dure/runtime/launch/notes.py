@@ -56,7 +56,9 @@ class NoteSeal:
                     "every rank one, or none."
                 )
             return json.loads(text)
-        except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):
+        except UsageError:
+            raise
+        except (ValueError, RecursionError):  # no UTF-8, no JSON, or a number of more digits than Python reads
             raise AlteredNote(f"the note {name!r} {_WAS_ALTERED}: no rank wrote it.") from None
 
     def _checked(self, name: str, text: str) -> str:

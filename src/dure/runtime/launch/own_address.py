@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from dure.core.text import quoted
 from dure.errors import UsageError
 
 ENGINE_INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -30,9 +31,10 @@ def address_toward(host: str) -> str:
     """The address of this machine on its route to `host`. Raises `UsageError` if there is none."""
     try:
         found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
-    except OSError as error:
-        reason = f"this machine finds no address of it: {error.strerror}"
-        raise UsageError(f"MASTER_ADDR is {host!r}, and {reason}.") from None
+    except (OSError, UnicodeError) as error:  # UnicodeError: no name of a machine has such a part
+        reason = f"this machine finds no address of it: {getattr(error, 'strerror', error)}"
+        right = f" Write {host.strip('[]')}, without brackets." if host.startswith("[") else ""
+        raise UsageError(f"MASTER_ADDR is {quoted(host)}, and {reason}.{right}") from None
     reasons = []
     for family, kind, _, _, address in sorted(found, key=lambda each: each[0] != socket.AF_INET):
         with socket.socket(family, kind) as probe:
