@@ -486,9 +486,7 @@ def test_a_gradient_of_nan_skips_its_step_and_the_third_in_a_row_ends_the_traini
         assert all(torch.isfinite(each).all() for each in module.parameters())
     attached.loss_of(module, batch).backward()
     module[0].weight.grad[0, 0] = torch.nan
-    with pytest.raises(
-        Quarantined, match=r"the gradients of Sequential .* at rank 0 hold NaN or infinity in 3 steps in a row, .* step 6"
-    ):
+    with pytest.raises(Quarantined, match=r"the gradients of Sequential .* at rank 0 hold NaN or infinity .* step 6"):
         replica.step()
 
 
