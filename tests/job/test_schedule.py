@@ -66,6 +66,15 @@ def test_a_scheduler_of_pytorch_is_refused():
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=2.0)
     with pytest.raises(UsageError, match=r"got LambdaLR.*give the function that LambdaLR takes"):
         schedule_of(torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0))
+    with pytest.raises(UsageError, match=r"got StepLR.*give the function that LambdaLR takes"):
+        schedule_of(torch.optim.lr_scheduler.StepLR)
+
+
+def test_an_error_of_a_schedule_is_named_with_its_step():
+    with pytest.raises(
+        UsageError, match=r"Job\.schedule raised at step 3: ZeroDivisionError: division by zero \(.*line"
+    ):
+        factor_at(lambda step: 1 / (step - 3), 3)
 
 
 @pytest.mark.parametrize("factor", [-1, math.nan, math.inf, None, "fast"])

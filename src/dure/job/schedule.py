@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dure.core.spec_text import names, nearest, parameters, parse_members, typed
+from dure.core.user_code import explain_user_errors
 from dure.errors import UsageError
 
 Schedule = Callable[[int], float]
@@ -92,17 +93,20 @@ def schedule_of(given: Any) -> Schedule | None:
     """
     if isinstance(given, str):
         return _parse(given)
-    if given is None or (callable(given) and not hasattr(given, "optimizer")):
+    of_torch = isinstance(given, type) or hasattr(given, "optimizer")
+    if given is None or (callable(given) and not of_torch):
         return given  # type: ignore[no-any-return]
+    kind = given if isinstance(given, type) else type(given)
     raise UsageError(
-        f"Job.schedule must be a function of the step or a text such as {_TEXT}, got {type(given).__name__}. A "
+        f"Job.schedule must be a function of the step or a text such as {_TEXT}, got {kind.__name__}. A "
         "scheduler of torch.optim belongs to one optimizer in one process: give the function that LambdaLR takes."
     )
 
 
 def factor_at(schedule: Schedule, step: int) -> float:
     """The factor of `schedule` at `step`. Raises `UsageError` for anything but a finite number >= 0."""
-    factor: Any = schedule(step)
+    with explain_user_errors(f"Job.schedule raised at step {step}:"):
+        factor: Any = schedule(step)
     try:
         number = float(factor)
     except (TypeError, ValueError):
