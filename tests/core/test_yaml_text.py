@@ -24,6 +24,12 @@ def test_nothing_but_plain_values_is_made():
         read_yaml("!!python/object/apply:os.system [ls]")
 
 
+@pytest.mark.parametrize("text", ["!!map x", "a: !!map [1]"])
+def test_a_mapping_that_is_none_is_no_yaml(text):
+    with pytest.raises(yaml.YAMLError, match="expected a mapping node"):
+        read_yaml(text)
+
+
 @pytest.mark.parametrize("text", ["[" * 100_000, "{a: " * 5000], ids=["lists", "mappings"])
 def test_what_is_nested_too_deep_is_no_yaml(text):
     with pytest.raises(yaml.YAMLError, match="nested too deep"):

@@ -53,7 +53,8 @@ class _Bounded(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[str] = set()
-        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+        pairs = node.value if isinstance(node, yaml.MappingNode) else ()  # PyYAML refuses others
+        for key in (key for key, _ in pairs if isinstance(key, yaml.ScalarNode)):
             if key.value in seen:
                 raise yaml.MarkedYAMLError(problem=f'the key "{key.value}" is there twice', problem_mark=key.start_mark)
             seen.add(key.value)
