@@ -1,4 +1,5 @@
 import json
+import os
 import shutil
 from dataclasses import replace
 
@@ -56,11 +57,47 @@ def test_a_report_for_which_there_is_no_room_costs_no_comparison(tmp_path, capsy
     with small_disk(tmp_path / "disk", 64) as disk:
         fill(disk)
         command = ["compare", "digits-mlp", "--strategy", "bsp", "--on", "virtual", "--steps", "4", "--workers", "2"]
-        assert main([*command, "--report", str(disk / "report.html"), "--json"]) == 0
+        assert main([*command, "--report", str(disk / "report.html"), "--json"]) == 1
     out, errors = capsys.readouterr()
     assert json.loads(out)["report"] is None
     assert json.loads(out)["runs"][0]["samples"] == 2 * 4 * 32
     assert "the report is not written" in errors
+
+
+@pytest.mark.parametrize("place", ["folder", "none/file", "pipe"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "compare digits-mlp --strategy bsp --on virtual --steps 1000000 --report",
+        "report folder --out",
+        "rl dqn --on virtual --frames 1000000 --report",
+        "probe --out",
+        "reproduce sharding --out",
+        "reproduce --all --out",
+        "methods gpipe --draw",
+    ],
+)
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(command, place, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    assert main([*command.split(), place]) == 2
+    out, errors = capsys.readouterr()
+    assert out == ""
+    assert place in errors.splitlines()[-1]
+    assert "cannot write" in errors.splitlines()[-1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "pipe"]
+
+
+def test_a_report_of_records_without_room_costs_no_table(tmp_path, capsys):
+    dure.train("digits-mlp", on="virtual", workers=2, steps=2, out=tmp_path / "run")
+    with small_disk(tmp_path / "disk", 64) as disk:
+        fill(disk)
+        assert main(["report", str(tmp_path / "run"), "--out", str(disk / "report.html"), "--json"]) == 1
+    out, errors = capsys.readouterr()
+    assert json.loads(out)["report"] is None
+    assert json.loads(out)["runs"][0]["samples"] == 2 * 2 * 32
+    assert "report.html is not written (No space left on device)" in errors.splitlines()[-1]
 
 
 # ---- a file of whole records

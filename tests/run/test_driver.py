@@ -146,6 +146,17 @@ def test_a_job_that_fails_under_collectives_says_what_failed_and_to_resume_only_
         run("raises", "bsp", workers=2, steps=60, checkpoint_every=5, out=tmp_path)
 
 
+def test_an_interrupted_worker_is_a_failed_worker(run):
+    """A SIGINT to one process alone is no Ctrl-C: the run goes on, and no traceback is shown."""
+    interrupt = when(
+        lambda trial: trial.driver.steps("worker 1") > 5,
+        lambda trial: trial.fork_server.signal("worker 1", signal.SIGINT),
+    )
+    _, outcome = run("waits_now_and_then", "ssp ps", interrupt, workers=2, steps=200)
+    assert interrupt.happened
+    assert outcome.notes["deaths"] == {"worker 1": "killed by signal 2 (SIGINT)"}
+
+
 def test_a_worker_that_dies_before_it_has_joined_is_not_waited_for(fork_server):
     kill = when(lambda trial: "worker 1" in trial.fork_server.pids, lambda trial: trial.kill("worker 1"))
     trial = Trial(configured("small", "bsp ps", workers=3, steps=30))

@@ -12,7 +12,7 @@ from dure.errors import UsageError
 from dure.partition.drawing import Picture, svg, text
 from dure.partition.mesh import Mesh
 from dure.partition.pipeline import Pipeline
-from dure.report.files import replacing
+from dure.report.files import check_output, replacing
 from dure.run.strategy import make
 
 if TYPE_CHECKING:
@@ -77,8 +77,7 @@ def file_of(name: str, files: Sequence[Path]) -> Path:
     if len(files) > 1:
         raise UsageError(f"--draw writes one file, and {len(files)} are named: {', '.join(map(str, files))}.")
     path = files[0] if files else Path(f"{re.split('[: ]', name)[0]}.svg")
-    if not path.absolute().parent.is_dir():
-        raise UsageError(f"cannot write {path}: there is no folder {path.parent}.")
+    check_output(path)
     return path
 
 

@@ -45,6 +45,9 @@ O = TypeVar("O", bound=Options)  # noqa: E741  (options)
 AUTO = "auto"
 """The strategy that a plan chooses."""
 
+FAILED = 1
+"""Exit status of a command that has not written a file that it should write."""
+
 LACKING = 3
 """Exit status of a run in which some worker has not done all its work."""
 
@@ -194,6 +197,7 @@ class Compare(CompareConfig):
         if self.print_config:
             return _configuration(config)
         _require_job(config)
+        _check_outputs(config.report)
         with _fork_server(*(config.on or (DEFAULT,))) as fork_server:
             from dure.report.table import FittedComparison
             from dure.run.compare import run_all
@@ -205,7 +209,8 @@ class Compare(CompareConfig):
         if all("diverged" in run.figures for run in comparison.runs):
             status = 1
         written = _written(comparison.report, config.report)
-        return CommandResult(comparison.summary(), [table], _lines(written, _unwritten(comparison.runs), said), status)
+        lines = _lines(written, _unwritten(comparison.runs), said)
+        return CommandResult(comparison.summary(), [table], lines, FAILED if comparison.report is None else status)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,11 +236,13 @@ class Report:
         from dure.report.run import read_run
         from dure.report.table import FittedComparison
 
+        _check_outputs(self.out)
         runs = [read_run(path) for folder in self.folders for path in _runs_in(folder)]
-        target = goal(self.target, self.target_loss)
-        path = write_report(self.out or free(DEFAULT), runs, title=f"{len(runs)} runs", target=target)
-        values = {"runs": [run.summary() for run in runs], "report": str(path)}
-        return CommandResult(values, [FittedComparison(runs, target)], _written(path, self.out))
+        target, path = goal(self.target, self.target_loss), self.out or free(DEFAULT)
+        said = _failure(path, lambda: write_report(path, runs, title=f"{len(runs)} runs", target=target))
+        values = {"runs": [run.summary() for run in runs], "report": None if said else str(path)}
+        table = FittedComparison(runs, target)
+        return CommandResult(values, [table], said or _written(path, self.out), FAILED if said else 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,6 +308,7 @@ class Reproduce:
             return CommandResult(rows, [papers.table(rows)])
         module = find(self.name)
         check(self.name, module, flags)
+        _check_outputs(self.out)
         result: dict[str, Any] = module.reproduce(**(module.QUICK if self.quick else {}) | flags)
         return CommandResult(result, [module.table(result)])
 
@@ -310,6 +318,7 @@ class Reproduce:
         wrong = next((name for name in flags if name not in ("data", "out")), None)
         if self.name or wrong:
             raise UsageError(f"--all runs every row; it has no use for {self.name or f'--{wrong}'}.")
+        _check_outputs(self.out)
         result = every.reproduce(os.environ, quick=self.quick, **flags)
         return CommandResult(result, [every.table(result)], status=0 if not result["failed"] else 1)
 
@@ -349,8 +358,7 @@ class Probe:
         from dure.planner.probe.probe import probe
         from dure.planner.probe.table import table
 
-        if not self.out.parent.is_dir():  # an error before anything is measured
-            raise UsageError(f"cannot write {self.out}: there is no folder {self.out.parent}.")
+        _check_outputs(self.out)
         torch.set_num_threads(1)  # as workers compute
         job = load_job(self.job, self.data) if self.job else None
         if job is not None:
@@ -362,12 +370,10 @@ class Probe:
             return CommandResult({})
         cluster = found.pop("cluster")
         text = cluster.to_yaml()
-        try:
-            self.out.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise UsageError(f"cannot write {self.out}: {error.strerror}.") from error
-        values = {"out": str(self.out), "cluster": cluster.model_dump(mode="json", by_alias=True), **found}
-        return CommandResult(values, [table(cluster, found)], f"cluster: {self.out}")
+        said = _failure(self.out, lambda: self.out.write_text(text, encoding="utf-8"))
+        written = None if said else str(self.out)
+        values = {"out": written, "cluster": cluster.model_dump(mode="json", by_alias=True), **found}
+        return CommandResult(values, [table(cluster, found)], said or f"cluster: {self.out}", FAILED if said else 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -410,15 +416,19 @@ class Rl(RlOptions):
         """Run actors and learners; return the figures of the run and their table."""
         options = RlOptions(**{each.name: getattr(self, each.name) for each in fields(RlOptions)})
         config = options.config()
+        _check_outputs(self.report)
         with _fork_server(config.on or DEFAULT) as fork_server:
             from dure.run.prebuilt import Prebuilt
             from dure.run.train import run
 
             finished = run(config, Prebuilt(fork_server=fork_server, interruption=interruption))
-        written = "" if self.report is None else f"report: {finished.report(self.report, title=finished.config['job'])}"
+        failure, written = "", ""
+        if (report := self.report) is not None:
+            failure = _failure(report, lambda: finished.report(report, title=finished.config["job"]))
+            written = failure or f"report: {report}"
         said, status = _lacking([finished])
         lines = _lines(written, _unwritten([finished]), said)
-        return CommandResult(values_of(finished), [_run_table(finished)], lines, status)
+        return CommandResult(values_of(finished), [_run_table(finished)], lines, FAILED if failure else status)
 
 
 Command = Methods | Train | Compare | Report | Reproduce | Probe | Plan | Rl
@@ -654,6 +664,24 @@ def _written(report: Path | None, asked: Path | None) -> str:
         )
     kept = f" ({DEFAULT} was there already and stays)" if asked is None and report != DEFAULT else ""
     return f"report: {report}{kept}"
+
+
+def _check_outputs(*paths: Path | None) -> None:
+    """Raise `UsageError`, before anything is computed, for a file that could not be written."""
+    from dure.report.files import check_output
+
+    for path in paths:
+        if path is not None:
+            check_output(path)
+
+
+def _failure(path: Path, write: Callable[[], object]) -> str:
+    """Write the file at `path`; the line that says why it is not written, or nothing. The result is shown anyway."""
+    try:
+        write()
+    except OSError as error:
+        return f"dure: {path} is not written ({error.strerror or error})."
+    return ""
 
 
 def _lacking(runs: Sequence[Run]) -> tuple[str, int]:

@@ -84,6 +84,8 @@ class RlOptions:
     """When learners agree (`dure methods`); downpour for gorila, where bsp makes it synchronous."""
     topology: str | None = None
     """How learners are connected, as in ps:shards=2; the method's first choice if left out."""
+    codec: str | None = None
+    """How gradients of learners are encoded; as they are if left out."""
     batch_size: Count | None = None
     """Transitions of an update; the job's if left out."""
     lr: Positive | None = None
@@ -100,6 +102,16 @@ class RlOptions:
     """Episodes of an evaluation; 10 if left out."""
     checkpoint_every: Count | None = None
     """Updates between checkpoints; none if left out. Needs --out."""
+    warn_after: Seconds | None = None
+    """Seconds without a heartbeat, or without a step, after which the progress line names a process of a real run; a
+    third of frozen_after if left out."""
+    frozen_after: Seconds = 30.0
+    """Seconds without a heartbeat after which a process of a real run counts as frozen: the others go on without it, or
+    the run ends."""
+    grace: Positive = 10.0
+    """Seconds that a real run with checkpoints has after Ctrl-C or SIGTERM, to write a last one; 0 for none."""
+    tensorboard: bool = False
+    """Write TensorBoard events. Needs --out."""
     trace: bool = False
     """Write trace.json, which Perfetto opens. Needs --out."""
     out: Path | None = None

@@ -321,6 +321,8 @@ class _ForkLoop:
         os.setpgid(0, 0)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        # Ctrl-C of a terminal reaches the launcher's group alone. A SIGINT here ends this process like SIGTERM.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         for descriptor in (relay.STDOUT, relay.STDERR):
             os.dup2(sink, descriptor)
         for descriptor in (source, sink, self.ended, self.tell, *self.outputs, *self.ends[2:]):
