@@ -70,6 +70,7 @@ def test_a_report_for_which_there_is_no_room_costs_no_comparison(tmp_path, capsy
     [
         "compare digits-mlp --strategy bsp --on virtual --steps 1000000 --report",
         "report folder --out",
+        "plan digits-mlp --workers 2 --report",
         "rl dqn --on virtual --frames 1000000 --report",
         "probe --out",
         "reproduce sharding --out",

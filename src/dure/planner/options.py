@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from dure.core.target import Target
-from dure.errors import UsageError
+from dure.report.files import check_output
 from dure.run.config import Count, Seconds, Workers, adapters, checked, goal
 
 
@@ -47,7 +46,7 @@ class PlanOptions:
         if self.target is not None or self.target_loss is not None:
             goal(self.target, self.target_loss)
         if self.report is not None:
-            _check_file(self.report)
+            check_output(self.report)
 
     @property
     def goal(self) -> Target | None:
@@ -60,13 +59,3 @@ class PlanOptions:
         """The options as values of JSON and YAML."""
         found = {option.name: getattr(self, option.name) for option in fields(self)}
         return {name: str(value) if isinstance(value, Path) else value for name, value in found.items()}
-
-
-def _check_file(path: Path) -> None:
-    """Raise `UsageError` if no file can be written at `path`: before the seconds of a plan, not after them."""
-    if path.is_dir():
-        raise UsageError(f"--report {path} is a folder. Write a file in it, such as {path / 'plan.html'}.")
-    if not path.parent.is_dir():
-        raise UsageError(f"cannot write --report {path}: there is no folder {path.parent}.")
-    if not os.access(path.parent, os.W_OK):
-        raise UsageError(f"cannot write --report {path}: the folder {path.parent} is read-only. Name another folder.")
