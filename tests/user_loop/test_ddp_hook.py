@@ -252,6 +252,15 @@ for step in range(3):
     model.zero_grad()
     model(x.bfloat16()).sum().backward()
 found["narrow"] = [str(model.module.weight.grad.dtype), bool((model.module.weight.grad > 0).all())]
+shared = dure.hook(codec)
+first, second = (DistributedDataParallel(torch.nn.Linear(64, 8)) for _ in range(2))
+for each in (first, second):
+    each.register_comm_hook(None, shared)
+first(x).sum().backward()
+try:
+    second(x).sum().backward()
+except dure.DureError as error:
+    found["shared"] = str(error)
 model = hooked(torch.nn.Linear(64, 8).double(), "int8")
 model(x.double()).sum().backward()
 try:
@@ -273,6 +282,7 @@ def test_two_models_unused_parameters_and_narrow_numbers_with_messages_of_any_le
 
 
 def check_hard(found):
+    assert found["shared"].startswith("a dure.hook was registered with two models")
     assert found["wrong"] == 0
     assert found["unused"] > 0
     assert found["narrow"] == ["torch.bfloat16", True]

@@ -104,6 +104,7 @@ class Hook:
         self._exchanges: dict[int, Stripes | Gather] = {}
         self._saved: dict[int, Mapping[str, Any]] = {}
         self._first_step = True
+        self._model: set[int] = set()  # ids: DDP keeps the parameters as long as it has the hook
         self._whole = isinstance(codec, Float32)
         self._thread = BucketThread()
         self.__qualname__ = self.__name__ = type(self).__name__  # DDP's log asks for them
@@ -122,10 +123,11 @@ class Hook:
     def __call__(self, _: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Start the exchange of a bucket. DDP calls this for each.
 
-        Raises `UsageError` for gradients of a type that is not exchanged, before they are sent.
+        Raises `UsageError` for gradients of a type that is not exchanged, or of another model, before they are sent.
         """
         self._reminder.close()
         _check_dtype(bucket)
+        self._check_model(bucket)
         groups = self._made()  # on DDP's thread: on the hook's, the order of groups could differ between ranks
         if self._first_step:
             self._first_step = not bucket.is_last()
@@ -185,6 +187,16 @@ class Hook:
                 "of the same model and bucket_cap_mb."
             )
         exchange.restore(saved["tensors"])
+
+    def _check_model(self, bucket: GradBucket) -> None:
+        """Raise `UsageError` unless the bucket is of the model whose gradients came first: coders belong to it."""
+        if self._first_step:
+            self._model.update(map(id, bucket.parameters()))
+        elif not self._whole and not self._model.issuperset(map(id, bucket.parameters())):
+            raise UsageError(
+                "a dure.hook was registered with two models, and its coders belong to the first. Make a hook for each "
+                "model, in the same order at all ranks."
+            )
 
     def _mean(self, values: torch.Tensor) -> None:
         """The same operations as DDP's own, so that results are equal bit for bit."""
