@@ -34,13 +34,13 @@ from dure.user_loop.optimizer import ServerOptimizer
 
 ROOT = Path(__file__).parents[2]
 # One process runs them all, since they share what two torchruns gave: time enough for both.
-pytestmark = [pytest.mark.xdist_group("attach"), pytest.mark.timeout(250)]
+pytestmark = [pytest.mark.xdist_group("attach"), pytest.mark.timeout(400)]
 
 TORCHRUN = Path(sys.executable).with_name("torchrun")
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
 
 
-def torchrun(*arguments, timeout=110):
+def torchrun(*arguments, timeout=180):
     """Two ranks. The command has a port of its own, so that other runs on this machine are left alone."""
     command = [
         sys.executable,
@@ -333,7 +333,7 @@ def test_a_backward_that_failed_before_its_gradient_left_can_be_repeated(ranks):
     [
         ("repeats_a_wide_backward", "has not come to its end"),
         ("goes_on_after_two_backwards", "backward() ran twice"),
-        ("adds_a_group", "parameter group 1 of the optimizer has a parameter of shape (4, 10)"),
+        ("adds_a_group", "parameter '3.weight' was added after the replica was made"),
     ],
 )
 def test_steps_that_would_make_replicas_differ_end_the_training(ranks, case, words):

@@ -104,7 +104,6 @@ class UserOptimizer:
             return
         if gradient is not replica.grads:
             replica.grads.copy_(gradient)
-        self._check_groups()
         with self._stepping():
             self.optimizer.step()
 
@@ -140,18 +139,6 @@ class UserOptimizer:
         finally:
             for parameter, gradient in zip(self._replica.parameters, gradients, strict=True):
                 parameter.grad = gradient
-
-    def _check_groups(self) -> None:
-        """Raises `UsageError` if the loop has added a parameter whose gradient no other rank gets."""
-        mine = {id(parameter) for parameter in self._replica.parameters}
-        for number, group in enumerate(self.optimizer.param_groups):
-            for each in group["params"]:
-                if each.requires_grad and id(each) not in mine:
-                    raise UsageError(
-                        f"parameter group {number} of the optimizer has a parameter of shape {tuple(each.shape)} that "
-                        "was not there when the model was attached: each rank would train it alone. Close the block, "
-                        "add the layer and its group, then attach again."
-                    )
 
     def state(self) -> State:
         """An empty state: the user saves `optimizer.state_dict()`."""
