@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dure.core.regular_file import check_output
 from dure.errors import UsageError
 from dure.partition.drawing import Picture, svg, text
 from dure.partition.mesh import Mesh
 from dure.partition.pipeline import Pipeline
-from dure.report.files import check_output, replacing
+from dure.report.files import replacing
 from dure.run.strategy import make
 
 if TYPE_CHECKING:

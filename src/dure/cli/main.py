@@ -668,7 +668,7 @@ def _written(report: Path | None, asked: Path | None) -> str:
 
 def _check_outputs(*paths: Path | None) -> None:
     """Raise `UsageError`, before anything is computed, for a file that could not be written."""
-    from dure.report.files import check_output
+    from dure.core.regular_file import check_output
 
     for path in paths:
         if path is not None:

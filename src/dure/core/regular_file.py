@@ -1,4 +1,4 @@
-"""Reading of files that others have made: regular files of a bounded size.
+"""Regular files: reading those that others have made, up to a bounded size, and places for new ones.
 
 A pipe could block for ever, a device has no end, and a file without data on the disk (sparse) can claim any size.
 """
@@ -6,7 +6,10 @@ A pipe could block for ever, a device has no end, and a file without data on the
 from __future__ import annotations
 
 import errno
+import os
 from pathlib import Path
+
+from dure.errors import UsageError
 
 LARGEST = 1 << 28
 """Most bytes of a file that is read whole. A history of a million evaluations has about as many."""
@@ -37,3 +40,19 @@ def read_regular(path: Path, most: int = LARGEST) -> bytes:
     if len(content) > most:
         raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", str(path))
     return content
+
+
+def check_output(path: Path) -> None:
+    """Raise `UsageError` if a file could not be written to `path`, as far as that can be told before its content is."""
+    folder = path.absolute().parent
+    cause = None
+    if not folder.is_dir():
+        cause = f"there is no folder {path.parent}"
+    elif path.is_dir():
+        cause = "it is a folder"
+    elif path.exists() and not path.is_file():
+        cause = "it is no regular file"
+    elif not os.access(folder, os.W_OK | os.X_OK):
+        cause = f"the folder {path.parent} is not writable"
+    if cause is not None:
+        raise UsageError(f"cannot write {path}: {cause}. Name a file in a folder that you may write to.")

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from dure.core.regular_file import check_output
 from dure.core.target import Target
-from dure.report.files import check_output
 from dure.run.config import Count, Seconds, Workers, adapters, checked, goal
 
 

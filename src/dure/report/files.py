@@ -14,8 +14,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
-from dure.errors import UsageError
-
 _NOT_NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -47,22 +45,6 @@ def _numbers(value: Any) -> Any:
     if isinstance(value, list):
         return [_numbers(item) for item in value]
     return value
-
-
-def check_output(path: Path) -> None:
-    """Raise `UsageError` if a file could not be written to `path`, as far as that can be told before its content is."""
-    folder = path.absolute().parent
-    cause = None
-    if not folder.is_dir():
-        cause = f"there is no folder {path.parent}"
-    elif path.is_dir():
-        cause = "it is a folder"
-    elif path.exists() and not path.is_file():
-        cause = "it is no regular file"
-    elif not os.access(folder, os.W_OK | os.X_OK):
-        cause = f"the folder {path.parent} is not writable"
-    if cause is not None:
-        raise UsageError(f"cannot write {path}: {cause}. Name a file in a folder that you may write to.")
 
 
 @contextmanager
