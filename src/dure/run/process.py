@@ -391,7 +391,7 @@ class WorkerProcess(RunProcess):
     # ---- checkpoints
 
     def _suspend_due(self, worker: Worker) -> bool:
-        return self.suspending or worker.clock >= self.next_checkpoint
+        return self.suspending or self.next_checkpoint <= min(worker.clock, self.setup.steps)
 
     def _suspend_now(self, step: int) -> None:
         """Another worker has reached the scheduled clock `step`: stop at the next step boundary."""

@@ -428,7 +428,7 @@ class VirtualSegment:
 
     def _suspend(self, worker: Worker) -> bool:
         """Whether a checkpoint is due for `worker`, at its step boundary."""
-        due = worker.clock >= self.checkpoint_step
+        due = self.checkpoint_step <= min(worker.clock, self.setup.steps)
         if self.setup.lockstep:
             return due
         if due and not self.suspending:
