@@ -49,10 +49,9 @@ def job():
 
 def test_the_script_of_a_plan_trains_as_bsp_does(tmp_path):
     (tmp_path / "own.py").write_text(JOB)
-    cluster = tmp_path / "fast.yaml"
-    cluster.write_text("machines: [{count: 2, compute: {flops_per_second: 1e8}}]\nlink: {bandwidth: 100 Gbit/s}\n")
     text = f"{tmp_path / 'own.py'}:job"
-    script = dure.plan(text, on=str(cluster), within=2).ddp_script
+    script = ddp_script(load_job(text), text, None, workers=2, batch=8, line="torchrun ddp.py")
+    assert script is not None
     (tmp_path / "ddp.py").write_text(script)
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "ddp.py"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}

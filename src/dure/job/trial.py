@@ -43,15 +43,21 @@ def trial_rows(job: _Job, module: nn.Module) -> int:
 def refusal(job: _Job, module: nn.Module, rows: int) -> str | None:
     """The error of the model or the loss on a batch of `rows` samples; None without one.
 
-    Runs a forward. Buffers and random state are left as they were.
+    Runs a forward, and one with gradients where that fails: a model may differentiate in its forward. Without them
+    the activations of a whole pipeline are not kept. Buffers and random state are left as they were.
     """
+    found = _refusal(job, module, rows, gradients=False)
+    return found if found is None else _refusal(job, module, rows, gradients=True)
+
+
+def _refusal(job: _Job, module: nn.Module, rows: int, *, gradients: bool) -> str | None:
     device = next(module.parameters()).device
     buffers = [(each, each.clone()) for each in module.buffers()]
     try:
         with explain_user_errors(f"a batch of {rows} samples raised"), torch.random.fork_rng(devices=[]):
             batch = job.train.batch(torch.arange(rows) % len(job.train))
             inputs, targets = (mapped(lambda each: each.to(device, copy=True), each) for each in batch)
-            with torch.enable_grad():
+            with torch.set_grad_enabled(gradients):
                 job.loss(called(module, inputs), targets)
     except DureError as error:
         return str(error)
