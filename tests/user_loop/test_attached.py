@@ -1294,7 +1294,7 @@ def test_what_a_sampler_cannot_index_is_refused_with_what_to_write(data, split, 
 
 
 def test_a_stream_that_each_rank_slices_has_each_sample_once():
-    """What the error of `share_of` advises."""
+    """Advice in the error of `share_of`."""
     parts = [list(itertools.islice(InOrder(), rank, None, 3)) for rank in range(3)]
     assert sorted(itertools.chain(*parts)) == list(range(9))
 

@@ -42,7 +42,7 @@ REMEDY = (
     "backward of its own loss, or compute the other alone: loss.backward(inputs=list(other.parameters())). Where a "
     "gradient scaler skipped the step, write replica.step(scaler) in place of scaler.step(optimizer)."
 )
-"""What to write in place of a second backward of a model whose gradient has been exchanged."""
+"""Advice for a second backward of a model whose gradient has been exchanged."""
 
 _UNFINISHED = (
     "has not come to its end, and the other ranks have a part of its gradient. After an exception in backward() attach "
