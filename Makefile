@@ -1,6 +1,7 @@
 # make demo   train the digits job under four methods, for real and in virtual time
-# make test   everything that must hold
-# make soak   tests that take minutes
+# make test   what must hold before a commit, in minutes
+# make all    everything that must hold, whole products of tests included, in about an hour
+# make soak   tests that take hours together
 # make accelerator   build the device of tests/accelerator, where there is a C++ compiler
 # make test-gpu   the checks of docs/gpu.md that need a GPU and measure no speed
 # make quick  a part of it for every day, in under two minutes
@@ -12,7 +13,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 PROCESSES ?= $(shell test "$$(env -u OMP_NUM_THREADS nproc 2>/dev/null || echo 1)" -gt 1 && echo 2 || echo 0)
 
-.PHONY: setup test soak quick lint format demo bench accelerator test-gpu clean
+.PHONY: setup test all soak quick lint format demo bench accelerator test-gpu clean
 
 setup: $(STAMP)
 
@@ -32,6 +33,10 @@ lint: setup
 # what measures seconds of its own runs alone, after the rest; the other files need not be collected again
 ALONE = $(shell grep -rl 'mark\.alone' tests)
 test: lint
+	$(BIN)/pytest -n $(PROCESSES) --dist loadgroup -m "not alone and not soak and not long"
+	$(BIN)/pytest -m "alone and not soak and not long" $(ALONE)
+
+all: lint
 	$(BIN)/pytest -n $(PROCESSES) --dist loadgroup -m "not alone and not soak"
 	$(BIN)/pytest -m "alone and not soak" $(ALONE)
 
@@ -49,7 +54,7 @@ soak: setup
 QUICK := tests/test_tree.py tests/run/test_strategy.py tests/job/test_optimizer.py tests/codec/test_laws.py tests/report \
   tests/oracles/test_equivalences.py tests/oracles/test_topologies.py tests/runtime/launch tests/test_docs.py
 quick: lint
-	$(BIN)/pytest -n $(PROCESSES) --dist loadgroup -m "not alone and not soak" -k "not golden_output" $(QUICK)
+	$(BIN)/pytest -n $(PROCESSES) --dist loadgroup -m "not alone and not soak and not long" -k "not golden_output" $(QUICK)
 
 # the stub of the package, then every file
 format: setup

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from accelerator import target
 from accelerator.collective_programs import CODECS, SCALED
-from support.soak import soaked
+from support.purposes import soaked
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.xdist_group("accelerator"), pytest.mark.timeout(600)]

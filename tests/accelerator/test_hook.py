@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from accelerator import target
 from accelerator.hook_programs import CODECS, FAULTS, MORE_CODECS
-from support.soak import soaked
+from support.purposes import soaked
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.soak, pytest.mark.xdist_group("accelerator"), pytest.mark.timeout(600)]

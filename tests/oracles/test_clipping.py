@@ -6,8 +6,8 @@ from functools import cache
 
 import pytest
 import torch
+from support.purposes import soaked
 from support.runs import virtual
-from support.soak import soaked
 from support.stage_jobs import job_text
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from laws import LAWS, Law
 from oracles.test_resume import check_every_stop
+from support.purposes import soaked
 from support.real_runs import Trial, configured
 from support.runs import local, virtual
-from support.soak import soaked
 
 from dure.errors import DureError
 from dure.run.strategy import REMEDY, catalogue

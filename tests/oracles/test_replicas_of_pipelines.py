@@ -10,9 +10,9 @@ import pytest
 import torch
 from support import gossip_jobs
 from support.chains import LR, chain, flat, play, split, stage_modules
+from support.purposes import soaked
 from support.real_runs import Trial
 from support.runs import Finished, local, resolved, virtual
-from support.soak import soaked
 from support.stage_jobs import job_text
 from torch import nn
 

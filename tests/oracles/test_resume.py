@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 from support import stage_jobs
+from support.purposes import soaked
 from support.runs import recorded, resume_local, virtual
-from support.soak import soaked
 from torch import nn
 from torch.nn.functional import cross_entropy
 

@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 HERE = Path(__file__).parents[2]
@@ -66,6 +67,50 @@ PLAIN = [
 ]
 """Every method and topology, and codecs of each kind."""
 
+CODED = [
+    "bsp collective:algorithm=ring int8",
+    "bsp collective:algorithm=hierarchical,per_host=2 bf16",
+    "bsp collective:algorithm=ring it-sign:start=8",
+    "averaging:period=3 collective 1bit",
+    "k-batch-async:k=2 ps:shards=2 1bit",
+    "downpour+dc-asgd ps:shards=2,split=layer int8",
+    "bsp ps:shards=2,split=keys top-k",
+]
+"""Methods and topologies with codecs, beside those of `PLAIN`."""
+
+DEEP = "digits-mlp:depth=3"
+SPLIT = {
+    "bsp collective gpipe:stages=2": (DEEP, {"workers": 4}),
+    "bsp collective 1f1b:stages=2 fp16": (DEEP, {"workers": 4}),
+    "bsp collective interleaved:stages=2": (DEEP, {"workers": 2}),
+    "bsp collective zero-bubble:stages=2": (DEEP, {"workers": 2}),
+    "downpour ps pipedream:stages=2": (DEEP, {"workers": 4}),
+    "bsp collective pipedream-2bw:stages=2": (DEEP, {"workers": 4}),
+    "bsp collective petrowski:stages=3": (DEEP, {"workers": 3}),
+    "bsp collective chen:stages=2": (DEEP, {"workers": 2}),
+    "bsp collective spectrain:stages=3": (DEEP, {"workers": 3, "optimizer": "momentum"}),
+    "bsp collective multi-version:stages=2": (DEEP, {"workers": 2}),
+    "bsp collective ddg:stages=3": (DEEP, {"workers": 3}),
+    "bsp collective features-replay:stages=2": (DEEP, {"workers": 2}),
+    "bsp collective dni:stages=2": (DEEP, {"workers": 2}),
+    "bsp collective tensor:ways=2": ("digits-mlp", {"workers": 4}),
+    "bsp ps tensor:ways=2": ("digits-mlp", {"workers": 4}),
+    "bsp collective gpipe:stages=2+tensor:ways=2": (DEEP, {"workers": 4}),
+    "bsp collective neurons:ways=3,assignment=random": ("digits-mlp", {"workers": 3}),
+    "downpour ps neurons:ways=2,assignment=random": ("digits-mlp", {"workers": 4}),
+    "bsp collective one-weird-trick:ways=2,scheme=mixed": ("CONVOLUTIONS", {"workers": 2}),
+    "bsp collective one-weird-trick:ways=2": ("CONVOLUTIONS", {"workers": 2}),
+}
+"""Every partition, with its job and its options. CONVOLUTIONS is a small network with two convolutions."""
+
+REINFORCEMENT = {
+    "downpour ps": ("gorila:env=CartPole-v1", {"workers": 2}),
+    "bsp ps int8": ("gorila:env=CartPole-v1", {"workers": 2}),
+    "bsp collective": ("apex:env=CartPole-v1,actors=3", {"workers": 1}),
+    "bsp": ("dqn:env=CartPole-v1", {"workers": 1}),
+}
+"""Strategies of reinforcement learning, with job and options."""
+
 CRASHES = [
     "downpour",
     "ssp:bound=2 ps:shards=2",
@@ -78,6 +123,13 @@ CRASHES = [
 
 RESUMED = ["bsp", "ssp:bound=2 ps:shards=2", "averaging:period=3", "ad-psgd", "hogwild", "lbfgs:m=3,batch=256"]
 """Strategies whose checkpoints of one checkout are resumed by the other."""
+
+CASES = {
+    "plain": PLAIN + CODED,
+    "other": [*SPLIT.items(), *REINFORCEMENT.items()],
+    "crashes": CRASHES,
+}
+"""What both checkouts run from the beginning, by the names that `PROGRAM` has for them."""
 
 PROGRAM = '''
 import json, sys
@@ -107,8 +159,30 @@ def tell(name, play):
     print(json.dumps([name, found]), flush=True)
 
 
+JOBS = """
+import torch
+import dure
+
+
+def convolutions():
+    draw = torch.Generator().manual_seed(0)
+    data = dure.Data(torch.randn(256, 1, 8, 8, generator=draw), torch.randint(0, 4, (256,), generator=draw))
+
+    def model():
+        return torch.nn.Sequential(
+            torch.nn.Conv2d(1, 4, 3, padding=1), torch.nn.ReLU(), torch.nn.Conv2d(4, 6, 3, stride=2), torch.nn.ReLU(),
+            torch.nn.Flatten(), torch.nn.Linear(54, 12), torch.nn.ReLU(), torch.nn.Linear(12, 4))
+
+    return dure.Job(model, torch.nn.functional.cross_entropy, data)
+"""
+
 given = json.load(sys.stdin)
 open(given["folder"] + "/events.yaml", "w").write(EVENTS)
+open(given["folder"] + "/jobs.py", "w").write(JOBS)
+for text, (job, options) in given["other"]:
+    named = given["folder"] + "/jobs.py:convolutions" if job == "CONVOLUTIONS" else job
+    tell(job + " " + text, lambda: figures(dure.train(
+        named, strategy=text, on="virtual", **{**OPTIONS, "batch_size": None, **options})))
 for text in given["plain"]:
     tell(text, lambda: figures(dure.train("digits-mlp", strategy=text, on="virtual", **OPTIONS)))
 for text in given["crashes"]:
@@ -125,9 +199,9 @@ for number, text in enumerate(given["resume"]):
 '''
 
 
-def play(checkout: Path, folder: str, **asked: list[str]) -> dict[str, dict[str, object]]:
+def play(checkout: Path, folder: str, **asked: Sequence[object]) -> dict[str, dict[str, object]]:
     """Results by strategy of the cases `asked`, in a process that imports `checkout`."""
-    given = {"plain": [], "crashes": [], "write": [], "resume": [], **asked, "folder": folder}
+    given = {"plain": [], "other": [], "crashes": [], "write": [], "resume": [], **asked, "folder": folder}
     environment = {**os.environ, "PYTHONPATH": str(checkout / "src"), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], input=json.dumps(given), env=environment, stdout=subprocess.PIPE, text=True
@@ -142,7 +216,7 @@ def before(checkout: Path, keep: Path) -> dict[str, dict[str, object]]:
     kept = keep / "results.json"
     if kept.exists():
         return json.loads(kept.read_text(encoding="utf-8"))
-    found = play(checkout, str(keep), plain=PLAIN, crashes=CRASHES, write=RESUMED)
+    found = play(checkout, str(keep), **CASES, write=RESUMED)
     kept.write_text(json.dumps(found, indent=1), encoding="utf-8")
     return found
 
@@ -163,11 +237,12 @@ def main() -> int:
         old = before(given.other.resolve(), keep)
         mine = Path(place) / "mine"
         mine.mkdir()
-        new = play(HERE, str(mine), plain=PLAIN, crashes=CRASHES, write=RESUMED)
+        new = play(HERE, str(mine), **CASES, write=RESUMED)
         subprocess.run(["cp", "-r", str(keep), f"{place}/theirs"], check=True)
         across = play(HERE, f"{place}/theirs", resume=RESUMED)
         within = play(HERE, str(mine), resume=RESUMED)
-    wrong = differences(old, new) + differences(within, across)
+    refused = [f"{name} was refused: {found['error']}" for name, found in (old | within).items() if "error" in found]
+    wrong = refused + differences(old, new) + differences(within, across)
     print("\n".join(wrong) or f"{len(old) + len(within)} results, all equal")
     return bool(wrong)
 

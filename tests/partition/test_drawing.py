@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 from support.chains import drained, play
-from support.soak import soaked
+from support.purposes import soaked
 
 from dure.core.text_width import text_width
 from dure.errors import UsageError

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.purposes import soaked
 from support.runs import local, virtual
-from support.soak import soaked
 from support.stage_jobs import job_text
 
 from dure.errors import StrategyError

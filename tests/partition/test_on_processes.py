@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.purposes import soaked
 from support.real_runs import Terminate, Trial
 from support.runs import local, virtual
-from support.soak import soaked
 from support.stage_jobs import job_text
 
 from dure.cli.reproduce import namespaces

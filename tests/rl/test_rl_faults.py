@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from support import faulty_environments
+from support.purposes import soaked
 from support.real_runs import Terminate, Trial, gone_within
-from support.soak import soaked
 
 from dure.errors import DureError
 from dure.run import checkpoint

@@ -10,8 +10,8 @@ import threading
 import time
 
 import pytest
+from support.purposes import soaked
 from support.real_runs import Killer, Notes, Trial, configured, descendants, descriptors, gone_within
-from support.soak import soaked
 
 from dure.errors import DureError
 from dure.run.process import FaultSettings

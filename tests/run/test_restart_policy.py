@@ -8,9 +8,9 @@ import threading
 from pathlib import Path
 
 import pytest
+from support.purposes import soaked
 from support.real_runs import Killer, Notes, Trial, configured
 from support.runs import virtual
-from support.soak import soaked
 from support.stage_jobs import job_text
 
 from dure.core.state import State

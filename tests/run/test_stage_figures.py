@@ -1,7 +1,7 @@
 """Figures of stages in the record of a run: staleness, versions, micro-batches in flight, and bytes."""
 
 import pytest
-from support.soak import soaked
+from support.purposes import soaked
 
 import dure
 from dure.job.job import load_job

@@ -11,9 +11,9 @@ import pytest
 import torch
 from oracles.test_equivalences import plain_gradients, staggered
 from support import sparse_jobs
+from support.purposes import soaked
 from support.real_runs import Trial
 from support.runs import Fixed, bowls, local, virtual
-from support.soak import soaked
 from support.sparse_jobs import PER_SAMPLE
 from torch import Tensor
 

@@ -6,9 +6,9 @@ import shutil
 
 import pytest
 import torch
+from support.purposes import soaked
 from support.real_runs import Trial
 from support.runs import local, resolved, resume_local, virtual
-from support.soak import soaked
 
 import dure
 from dure.core.node import Call

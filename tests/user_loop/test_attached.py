@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from support import attached
-from support.soak import soaked
+from support.purposes import soaked
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from support.chains import play
 from support.delayed import sgd
+from support.purposes import soaked
 from support.runs import local, virtual
-from support.soak import soaked
 from support.stage_jobs import job_text
 
 from dure.errors import StrategyError

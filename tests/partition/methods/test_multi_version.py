@@ -4,7 +4,7 @@ import pytest
 import torch
 from support.chains import LR, chain, flat, play, stage_modules
 from support.delayed import loss_of
-from support.soak import soaked
+from support.purposes import soaked
 
 from dure.errors import StrategyError
 from dure.partition.methods.multi_version import MultiVersion

@@ -8,9 +8,9 @@ from typing import get_args
 
 import pytest
 import torch
+from support.purposes import soaked
 from support.runs import local, virtual
 from support.shared_layers import HERE, conv_job
-from support.soak import soaked
 from support.ways import on_ways
 from torch import Tensor, nn
 

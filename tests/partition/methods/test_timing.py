@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support.chains import play
-from support.soak import soaked
+from support.purposes import soaked
 
 from dure.runtime.virtual.cluster import Cluster, Link
 from dure.runtime.virtual.compute import LogNormal

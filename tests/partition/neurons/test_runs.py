@@ -6,8 +6,8 @@ import json
 
 import pytest
 import torch
+from support.purposes import soaked
 from support.runs import local, virtual
-from support.soak import soaked
 from support.stage_jobs import job_text
 
 import dure

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.purposes import soaked
 from support.real_runs import Terminate, Trial
 from support.runs import virtual
 from support.shared_layers import pairs
-from support.soak import soaked
 from support.stage_jobs import job_text
 
 from dure.run import checkpoint

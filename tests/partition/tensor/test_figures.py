@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.purposes import soaked
 from support.runs import resolved, virtual
 from support.shared_layers import pairs
-from support.soak import soaked
 from support.stage_jobs import job_text
 from torch import nn
 from torch.nn.functional import cross_entropy

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.purposes import soaked
 from support.runs import Finished, local, resolved, virtual
 from support.shared_layers import pairs
-from support.soak import soaked
 from support.stage_jobs import job_text, plain
 
 from dure.run.callbacks import Callbacks

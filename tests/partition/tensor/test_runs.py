@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.purposes import soaked
 from support.runs import local, resolved, virtual
 from support.shared_layers import pairs
-from support.soak import soaked
 from support.stage_jobs import job_text
 
 OPTIONS = {"steps": 6, "seed": 3, "dtype": "float64", "eval_every": 3, "optimizer": "momentum:lr=0.1"}

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from support.soak import soaked
+from support.purposes import soaked
 
 from dure.job.job import Job
 from dure.job.models import transformers

@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
+from support.purposes import soaked
 from support.runs import recorded
-from support.soak import soaked
 
 import dure
 from dure.codec.coder import SliceLayout

@@ -14,7 +14,7 @@ from typing import cast
 import pytest
 import torch
 from support.nodes import Channel, World
-from support.soak import soaked
+from support.purposes import soaked
 
 from dure.core.node import Address, Ghost
 from dure.errors import Superseded

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
-from support.soak import soaked
+from support.purposes import soaked
 
 from dure.topology.parameter_server.policies import (
     Abort,
