@@ -10,7 +10,7 @@
     | location.py | `data_root`: the folder that holds data sets; `find`: a file in it             |
     | download.py | `fetch`: a published file, checked and written whole or not at all             |
     | archive.py  | `files`: the files of a tar.gz archive, checked and read without unpacking     |
-    | digits.py   | `load_digits`: 8x8 digits that come with scikit-learn                          |
+    | digits.py   | `load_digits`: 8x8 digits, part of this package (`digits.npz`)                 |
     | mnist.py    | `load_mnist`: the published IDX files                                          |
     | cifar10.py  | `load_cifar10`: the published binary layout, packed or unpacked                |
     | imdb.py     | `load_imdb`: film reviews as published, as rows of a vocabulary                |

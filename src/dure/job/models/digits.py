@@ -1,4 +1,4 @@
-"""`digits-mlp`: one hidden layer on the digits that are part of scikit-learn. Needs no download."""
+"""`digits-mlp`: one hidden layer on handwritten digits, which are part of the package. Needs no download."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Locally connected layers, and `digits-local`: two of them and a dense layer on scikit-learn's digits.
+"""Locally connected layers, and `digits-local`: two of them and a dense layer on 8x8 digits.
 
 A locally connected layer reads patches as a convolution does, and each of its units has weights of its own. Le et al.,
 "Building high-level features using large scale unsupervised learning", ICML 2012, and DistBelief train such networks.

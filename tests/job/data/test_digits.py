@@ -1,0 +1,34 @@
+import hashlib
+from importlib import resources
+
+from dure.job.data.digits import load_digits, published
+
+PUBLISHED = "f6d9e39f37dc45d327f6db33428ee58970ccceabb2535a5c179de35886b70443"
+"""SHA-256 of the images and the labels that `sklearn.datasets.load_digits(return_X_y=True)` of 1.9.1 returns."""
+
+LOADED = (
+    "014741e7d698fcf5fea9c5cb3c4d4219f08921b4262250879db8006fb023543a",
+    "b62c5684e8251c8e20627b6f858d1d50425f76bc8df93d7d32a0a37610a341dc",
+    "d46231a84602579fa8ba279d748e7f125fe830316d9f61251a65fc3d25e523d0",
+    "5cdf6153e06c54789040e110205f7e1770aadd654b9a62373e10c0ca293008d2",
+)
+"""SHA-256 of training and test inputs and targets, as they were when scikit-learn delivered the images."""
+
+
+def test_the_bundled_images_are_those_of_scikit_learn():
+    images, labels = published()
+    assert (images.shape, images.min(), images.max(), labels.max()) == ((1797, 64), 0, 16, 9)
+    assert hashlib.sha256(images.tobytes() + labels.tobytes()).hexdigest() == PUBLISHED
+
+
+def test_the_split_and_the_scaling_are_fixed():
+    data = load_digits()
+    assert (len(data.train), len(data.test)) == (1437, 360)
+    tensors = (data.train.inputs, data.train.targets, data.test.inputs, data.test.targets)
+    assert tuple(hashlib.sha256(each.numpy().tobytes()).hexdigest() for each in tensors) == LOADED
+
+
+def test_the_licences_stand_beside_the_images():
+    text = (resources.files("dure.job.data") / "digits.txt").read_text(encoding="utf-8")
+    for part in ("Alpaydin", "CC BY 4.0", "BSD 3-Clause License", "(c) 2007-2026 The scikit-learn developers"):
+        assert part in text
