@@ -9,14 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from scipy.optimize import nnls
 from support.machines import placed
 
 import dure
 from dure.cli.main import main
 from dure.cli.reproduce import namespaces
 from dure.core.collective_cost import Path as Wire
-from dure.core.cost import codec_cost, fit
 from dure.errors import UsageError
 from dure.job.job import load_job
 from dure.planner.probe import collectives
@@ -132,27 +130,6 @@ def test_unfairness_comes_out_of_races_in_virtual_time(unfairness: float) -> Non
     assert described(figures, workers=3).unfairness == pytest.approx(unfairness, abs=0.02)
 
 
-def test_a_fit_weighs_relative_errors() -> None:
-    rng = np.random.default_rng(0)
-    sizes = np.geomspace(1e3, 1e8, 60)
-    line = fit([(size, (1e-3 + 1e-7 * size) * rng.uniform(0.99, 1.01)) for size in sizes])
-    assert line.start == pytest.approx(1e-3, rel=0.01)
-    assert line.slopes[0] == pytest.approx(1e-7, rel=0.01)
-    assert 0.004 < line.residual < 0.007
-
-
-def test_a_codec_s_lines_come_out_of_what_they_show() -> None:
-    sizes = (100, 400, 1600)
-    points = {"encode": (1e-5, 2e-9), "decode": (0.0, 3e-9), "combine": (2e-4, 0.0)}
-    shown = {name: [(n, start + n * value) for n in sizes] for name, (start, value) in points.items()}
-    cost = codec_cost(shown)
-    for name, (start, value) in points.items():
-        line = getattr(cost, name)
-        assert (line.start, line.value) == pytest.approx((start, value), rel=1e-3, abs=1e-15)
-    once = codec_cost({name: [(1, 5e-6)] for name in points})
-    assert (once.encode.start, once.encode.value) == (5e-6, 0)
-
-
 def test_all_wait_for_the_slowest_host_s_codec() -> None:
     fast, slow = ({each: [(100, s), (200, 2 * s)] for each in ("encode", "decode", "combine")} for s in (1e-6, 3e-6))
     cluster = described(found([1e9, 1e9]) | {"codecs": {"1bit": [fast, slow]}}, workers=2)
@@ -164,30 +141,6 @@ def test_a_codec_is_probed_once() -> None:
         probe(codecs=["strom:threshold=1", "strom:threshold=2"])
     with pytest.raises(UsageError, match="nothing is called"):
         probe(codecs=["2bit"])
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_a_fit_is_the_best_there_is_and_silent_however_wild_the_figures(seed: int) -> None:
-    """Against non-negative least squares, where the start is the difference of two."""
-    rng = np.random.default_rng(seed)
-    rows = [
-        (size, count * size, 1e-3 * rng.lognormal(0.0, 1.0) + seed % 3 * size * 1e-9)
-        for size in SIZES
-        for count in (1, 3, 3)
-    ]
-    line = fit(rows)
-    table = np.array(rows)
-    x, y = table[:, :-1], table[:, -1:]
-    _, best = nnls(np.hstack([np.ones_like(y), -np.ones_like(y), x / x.max(axis=0)]) / y, np.ones(len(rows)))
-    found = np.linalg.norm((line.start + x @ line.slopes) / y[:, 0] - 1)
-    assert found == pytest.approx(best, rel=1e-5)
-
-
-def test_too_few_figures_are_refused() -> None:
-    with pytest.raises(UsageError, match="cannot be told from 1"):
-        fit([(1.0, 2.0)])
-    with pytest.raises(UsageError, match="cannot be told"):
-        fit([(1.0, 2.0), (1.0, 2.1)])
 
 
 def test_hosts_that_are_alike_share_a_link() -> None:

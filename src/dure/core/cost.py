@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from dure.core.node import CodecWork
 from dure.core.units import Seconds
 from dure.core.validated import Validated
 from dure.errors import UsageError
+
+if TYPE_CHECKING:
+    from numpy import float64
+    from numpy.typing import NDArray
 
 
 class Line(Validated):
@@ -68,7 +74,6 @@ def fit(rows: Sequence[Sequence[float]]) -> Fit:
     Fit(start=2.0, slopes=(3.0,), residual=0.0)
     """
     import numpy as np
-    from scipy.optimize import lsq_linear
 
     table = np.array(rows, dtype=float)
     x, y = table[:, :-1], table[:, -1:]
@@ -76,12 +81,29 @@ def fit(rows: Sequence[Sequence[float]]) -> Fit:
     matrix = np.hstack([np.ones_like(y), x / scale]) / y
     if len(rows) < matrix.shape[1] or np.linalg.matrix_rank(matrix) < matrix.shape[1]:
         raise UsageError(f"{matrix.shape[1]} constants cannot be told from {len(rows)} measurements like these.")
-    lower = [-np.inf] + [0.0] * x.shape[1]
-    solution = lsq_linear(matrix, np.ones(len(rows)), (lower, np.inf), method="bvls", tol=1e-14).x
+    solution = _least_squares(matrix)
     residual = float(np.sqrt(np.mean((matrix @ solution - 1) ** 2)))
     start, *slopes = (_rounded(value, 9) for value in (solution / [1.0, *scale]))
     slopes = [slope if slope * most > NOTHING else 0.0 for slope, most in zip(slopes, scale, strict=True)]
     return Fit(start, tuple(slopes), _rounded(residual, 3) if residual > 1e-9 else 0.0)
+
+
+def _least_squares(matrix: NDArray[float64]) -> NDArray[float64]:
+    """The coefficients of at least 0, the first of any sign, with which the columns of `matrix` are nearest to 1.
+
+    The optimum has no bounds on its columns of coefficients above 0. So it is the best of the optima without bounds of
+    all subsets of columns, of those that keep the bounds.
+    """
+    import numpy as np
+
+    found = []
+    for slopes in itertools.product([True, False], repeat=matrix.shape[1] - 1):
+        columns = np.flatnonzero([True, *slopes])
+        solution = np.zeros(matrix.shape[1])
+        solution[columns] = np.linalg.lstsq(matrix[:, columns], np.ones(len(matrix)), rcond=None)[0]
+        if (solution[1:] >= 0).all():
+            found.append(solution)
+    return min(found, key=lambda each: float(np.sum((matrix @ each - 1) ** 2)))
 
 
 def codec_cost(points: Mapping[str, Sequence[Sequence[float]]]) -> CodecCost:
