@@ -14,7 +14,7 @@ PICTURE = ROOT / "docs" / "architecture.svg"
 WIDTH, HEIGHT, GAP, MARGIN = 820, 44, 14, 16
 MEANINGS = {
     "cli": "the command: options, tables, reproduced papers",
-    "planner": "probe, costs, closed forms",
+    "planner": "probe, rank of strategies",
     "user_loop": "attach and the DDP hook",
     "run": "one run, put together",
     "rl": "actors, learners, replay",

@@ -39,13 +39,6 @@ def test_machines_of_servers_are_named():
     assert [each.servers for each in found] == ["+2 machines", "+1 machine", ""]
 
 
-def test_a_closed_form_stands_beside_the_prediction():
-    rows = [row("a", 1, closed_form={"name": "ring", "seconds": 0.08}), row("b", 2, closed_form=None)]
-    (found,) = values.forms({"rows": rows})
-    assert (found.row.step_seconds, found.seconds, found.difference) == ("100 ms", "80.0 ms", "+25.0 %")
-    assert [values.difference_text(each, 1.0) for each in (0.99999, 1.00001, 0.5)] == ["+0.0 %", "+0.0 %", "-50.0 %"]
-
-
 @pytest.mark.parametrize(
     ("value", "text"), [(None, NOTHING), (0.01234, "0.0123"), (1, "1.00"), (99.96, "100"), (12345.6, "12,346")]
 )

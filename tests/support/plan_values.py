@@ -1,4 +1,4 @@
-"""Values of a plan as `dure plan` gives them to its page: realistic, from closed forms, without a plan."""
+"""Values of a plan as `dure plan` gives them to its page: realistic, and made without a plan."""
 
 from __future__ import annotations
 
@@ -65,7 +65,6 @@ def row(rank: int, strategy: str) -> dict[str, Any]:
     taken = seconds(strategy) or 0.0
     factor = 1.3 if strategy.startswith(("downpour", "diloco", "gossip")) else 1.0
     stages = 4 if strategy.startswith("1f1b") else 1
-    ring = 2 * 7 / 8 * GRADIENT / RATE
     return {
         "rank": rank,
         "strategy": strategy,
@@ -84,9 +83,6 @@ def row(rank: int, strategy: str) -> dict[str, Any]:
         "bytes_per_step": SENT[strategy] * GRADIENT,
         "cost_per_hour": 4.16,
         "bottleneck": "network" if taken > 1.5 * (OVERHEAD + BATCH * COMPUTE) else "compute",
-        "closed_form": {"name": "ring all-reduce, 30 % overlapped", "seconds": OVERHEAD + BATCH * COMPUTE + ring * 0.7}
-        if strategy in ("bsp ring", "bsp ps:shards=8", "zero:stage=2 ring")
-        else None,
         "command": command(strategy),
     }
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from dure.cli.emission import of_plan
 from dure.planner.candidates import PLAIN
 from dure.report.comparison import NOTHING, bytes_text, count_text, seconds_text
-from dure.report.plan_values import difference_text
 
 if TYPE_CHECKING:
     from dure.cli.emission import Emission
@@ -99,7 +98,6 @@ def table(values: dict[str, Any]) -> Any:
         "strategy",
         "batch",
         "step",
-        "by the closed form",
         "samples/s",
         "x samples",
         "memory",
@@ -117,7 +115,6 @@ def table(values: dict[str, Any]) -> Any:
             row["strategy"] + (f" (+{row['servers']} machines)" if row["servers"] else ""),
             str(row["batch"]),
             seconds_text(row["seconds_per_step"]),
-            _closed_form(row),
             count_text(row["samples_per_second"]),
             f"{row['factor']:.2f}",
             bytes_text(sum(row["memory"].values())),
@@ -130,22 +127,12 @@ def table(values: dict[str, Any]) -> Any:
     return shown
 
 
-def _closed_form(row: dict[str, Any]) -> str:
-    """The seconds by the closed form, and the difference of the prediction from them."""
-    form = row["closed_form"]
-    if form is None:
-        return NOTHING
-    return f"{seconds_text(form['seconds'])} ({difference_text(row['seconds_per_step'], form['seconds'])})"
-
-
 def ending(values: dict[str, Any]) -> str:
     """What would change the ranking, and what was not timed."""
     lines = [""]
     rest = len(values["rows"]) - SHOWN
     if rest > 0:
         lines.append(f"{rest} more strategies were timed, and {len(values['refused'])} do not work here: --json.")
-    if values["answer"]["cross_check"]:
-        lines.append(values["answer"]["cross_check"])
     if values["answer"]["would_change"]:
         lines += ["What would change the answer:", *(f"  {each}" for each in values["answer"]["would_change"])]
     lines.append(

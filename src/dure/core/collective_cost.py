@@ -13,7 +13,7 @@ each byte where the round adds. If several ranks are on one machine (`HostedRank
 the machine share its card, and so do those that enter it; messages between its ranks take the link inside the machine.
 All ranks are taken to begin a round together: that is exact for equal links, and an upper bound for others. Chunks have
 no headers. A collective neither slows other traffic on the same network cards nor is slowed by it. Collectives that
-algorithms build from sends are simulated messages instead (`planner.closed_forms`).
+algorithms build from sends are simulated messages instead.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Path(NamedTuple):
     """Costs of a message between neighbors. As `Paths`: all rounds are alike.
 
     Seconds: `latency`, and `alpha` per message. Bytes per second: `bandwidth`. Seconds per byte: `beta` for sending,
-    `gamma` for adding. Bytes: `header` and `small`.
+    `gamma` for adding. Bytes: `header`.
     """
 
     latency: float
@@ -66,7 +66,6 @@ class Path(NamedTuple):
     beta: float = 0.0
     gamma: float = 0.0
     header: int = HEADER
-    small: int = SMALL
 
     def seconds(self, nbytes: int, *, adds: bool = False) -> float:
         """Seconds of a message of `nbytes` in a collective of the engine; `adds`: the receiver adds the bytes up."""
@@ -75,12 +74,6 @@ class Path(NamedTuple):
 
     def shift_seconds(self, _shift: Shift, nbytes: int, *, adds: bool = False) -> float:
         return self.seconds(nbytes, adds=adds)
-
-    def message(self, nbytes: int = 0) -> float:
-        """Seconds of a message of `nbytes` and a header in the network model, without other traffic."""
-        wire = nbytes + self.header
-        per_byte = 1.0 / self.bandwidth + (self.beta if wire > self.small else 0.0)
-        return self.latency + self.alpha + wire * per_byte
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from dure import __version__
 from dure.core.target import Target
 from dure.planner.candidates import PLAIN
 from dure.planner.commands import Command
-from dure.planner.explain import cross_check
 from dure.planner.learning import LearningCurve
 from dure.planner.price import cost_per_hour
 from dure.planner.ranking import Ranked
@@ -82,7 +81,6 @@ def _values(plan: Ranking) -> dict[str, Any]:
             "command": plan.command,
             "why": list(plan.why),
             "would_change": list(plan.would_change),
-            "cross_check": cross_check(plan.rows),
             "plain_ddp": best.strategy == PLAIN,
             "ddp_script": plan.ddp_script,
         },
@@ -116,7 +114,6 @@ def _row(plan: Ranking, rank: int, row: Ranked) -> dict[str, Any]:
         "servers": timing.server_machines,
         "cost_per_hour": cost_per_hour(scene.cluster, timing.server_machines),
         "bottleneck": plan.bottlenecks.get(row.strategy, ""),
-        "closed_form": None if timing.closed_form is None else timing.closed_form._asdict(),
         "command": plan.commands[row.strategy].line,
     }
 

@@ -19,12 +19,6 @@ from dure.run.strategy import Strategy
 LARGE = 0.15
 """Share of a step from which on a cause is a bottleneck."""
 
-APART = 0.25
-"""Difference of a prediction from its closed form from which on the answer names it."""
-
-NAMED = 4
-"""Strategies of large differences that the answer names."""
-
 BEST = 6
 """Strategies that are timed again with varying durations of steps."""
 
@@ -102,20 +96,6 @@ def why(rows: Sequence[Ranked], bottlenecks: Mapping[str, str], left: int = 0) -
         compared = f"at {ratio:.0%} of its speed for learning" if ratio < 1 else "which is less simple and as fast"
         found.append(f"The next is {second.strategy}, {compared}.")
     return found
-
-
-def cross_check(rows: Sequence[Ranked]) -> str:
-    """A sentence about the strategies whose prediction and closed form differ much; empty if there are none."""
-    forms = [(row, form) for row in rows if (form := row.timing.closed_form) is not None]
-    differences = [(row.strategy, row.timing.seconds / form.seconds - 1) for row, form in forms]
-    far = [f"{strategy} ({each:+.0%})" for strategy, each in differences if abs(each) > APART]
-    if not far:
-        return ""
-    more = f" and {len(far) - NAMED} more" if len(far) > NAMED else ""
-    return (
-        f"Prediction and closed form differ by more than {APART:.0%} for {len(far)} of {len(forms)} strategies: "
-        f"{', '.join(far[:NAMED])}{more}."
-    )
 
 
 def would_change(scene: Scene, rows: Sequence[Ranked], swept: Mapping[str, Sweep], deadline: Deadline) -> list[str]:

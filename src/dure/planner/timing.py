@@ -1,7 +1,6 @@
 """Timing of a strategy in a scene, by a timing-only run in virtual time: the code of the method itself, no formula.
 
-Closed forms stand beside the seconds as a cross-check (`cross_check.py`), and do not change them. The speed is the sum
-of the workers' speeds in the steady state (`step_times.py`).
+The speed is the sum of the workers' speeds in the steady state (`step_times.py`).
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from dure.core.deployment import SERVER, WORKER
 from dure.partition.memory import MemoryUse
 from dure.partition.mesh import parts_of, pipeline_of
 from dure.planner.alike import simulated_workers
-from dure.planner.cross_check import closed_form
 from dure.planner.step_times import StepTimes
 from dure.planner.unaligned import unaligned
 from dure.run.callbacks import Callbacks
@@ -32,7 +30,6 @@ from dure.topology.collective.choice import Collective
 if TYPE_CHECKING:
     from dure.core.meter import Span
     from dure.planner.scene import Scene
-    from dure.planner.step_forms import ClosedForm
     from dure.run.setup import Setup
     from dure.runtime.virtual.cluster import Cluster
 
@@ -50,8 +47,8 @@ class Timing:
 
     `samples_per_second` counts the samples whose gradients are applied. `bytes_per_step` are the payload bytes that a
     worker sends in such a step, `staleness` is the mean of the applied updates, `memory` that of the largest worker.
-    `shares` are shares of the workers' time: compute, communicate, wait. `machines` counts those of workers and of
-    servers with machines of their own. `closed_form` has the seconds by a formula, if one is known.
+    `shares` are shares of the workers' time: compute, communicate, wait. `worker_machines` counts
+    machines of workers, `server_machines` machines of servers alone.
     """
 
     seconds: float
@@ -64,7 +61,6 @@ class Timing:
     copies: int
     worker_machines: int
     server_machines: int
-    closed_form: ClosedForm | None = None
     spans: tuple[Span, ...] = ()
 
 
@@ -93,7 +89,6 @@ def timed(scene: Scene, strategy: str, *, trace: bool = False) -> Timing:
         copies=setup.workers // setup.parts,
         worker_machines=len(set(setup.machines)),
         server_machines=server_machines(setup, scene.cluster),
-        closed_form=closed_form(setup, scene.cluster),
         spans=tuple(outcome.spans),
     )
 

@@ -14,7 +14,7 @@
 | `plan_figures` | the charts of a plan, and the ranking of its slider            |
 | `plan_page`  | the page of a plan: one HTML file that opens offline             |
 | `plan_sweeps`| speeds of a plan's strategies along an axis, and their ranking   |
-| `plan_values`| rows, target and closed forms of a plan as values                |
+| `plan_values`| rows and target of a plan as values                              |
 | `progress`   | a progress bar on standard error                                 |
 | `record`     | a run's folder, written and read                                 |
 | `run`        | a run's record that writes its own report                        |

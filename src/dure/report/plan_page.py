@@ -6,11 +6,10 @@ and copies commands. A policy in the page (CSP) lets a browser run that script a
 `plan` holds plain values, and each part may be empty or missing:
 
     job, cluster, version; workers, parameters; target, target_measure ("loss" if it is missing, or "accuracy")
-    answer      strategy, command, why, would_change, plain_ddp, ddp_script; optional: cross_check, a sentence about
-                closed forms
+    answer      strategy, command, why, would_change, plain_ddp, ddp_script
     rows        rank, strategy, batch, seconds_per_step, samples_per_second, seconds_to_target, memory (bytes of each
-                of `PARTS`), memory_limit, bytes_per_step, cost_per_hour, bottleneck, closed_form (name, seconds),
-                command; optional: factor (samples for equal learning), servers (machines besides the workers')
+                of `PARTS`), memory_limit, bytes_per_step, cost_per_hour, bottleneck, command; optional: factor
+                (samples for equal learning), servers (machines besides the workers')
     refused     strategy, reason
     left        strategies that were not timed
     sweeps      of bandwidth (bytes per second), workers, batch: unit, at, now, and by strategy a value (or None) for
@@ -40,14 +39,7 @@ from dure.report.plan_values import Plan, PlanRow, digits, positive
 if TYPE_CHECKING:
     from markupsafe import Markup
 
-_NO_ANSWER = {
-    "command": "",
-    "why": (),
-    "would_change": (),
-    "plain_ddp": False,
-    "ddp_script": None,
-    "cross_check": "",
-}
+_NO_ANSWER = {"command": "", "why": (), "would_change": (), "plain_ddp": False, "ddp_script": None}
 
 
 def write_plan_page(path: Path, plan: Mapping[str, Any]) -> Path:
@@ -91,7 +83,6 @@ def render_plan(plan: Mapping[str, Any]) -> str:
         memory=plan_bars.memory(plan),
         timeline=timeline,
         time_ticks=plan_figures.time_ticks(timeline) if timeline else [],
-        forms=plan_values.forms(plan),
         refused=plan.get("refused") or [],
         left=plan.get("left") or [],
         style=Markup(_resource("plan.css")),  # noqa: S704  (our own file)

@@ -1,4 +1,4 @@
-"""Parts of a plan as values for its page: rows of its tables as texts, its target, and closed forms.
+"""Parts of a plan as values for its page: rows of its tables as texts, and its target.
 
 Each function reads its part of a plan, which may be empty or missing, and drops values that no figure can show.
 """
@@ -41,15 +41,6 @@ class PlanRow(NamedTuple):
     step_seconds: str
 
 
-class Form(NamedTuple):
-    """The texts of a prediction beside a closed form."""
-
-    row: PlanRow
-    name: str
-    seconds: str
-    difference: str
-
-
 def number(value: Any) -> float | None:
     """`value` as a finite number; None if it is none."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
@@ -68,12 +59,6 @@ def digits(value: float | None) -> str:
     if value is None:
         return NOTHING
     return f"{value:,.0f}" if abs(value) >= 99.95 else f"{value:#.3g}"
-
-
-def difference_text(predicted: float, seconds: float) -> str:
-    """The difference of a prediction from a closed form: "+1.2 %"."""
-    rounded = round(100 * (predicted / seconds - 1), 1) + 0.0  # no "-0.0 %"
-    return f"{rounded:+.1f} %"
 
 
 def given_rows(plan: Plan) -> list[Mapping[str, Any]]:
@@ -99,18 +84,6 @@ def best(plan: Plan, found: Sequence[PlanRow]) -> PlanRow | None:
     wanted = (plan.get("answer") or {}).get("command"), (plan.get("answer") or {}).get("strategy")
     ranked = sorted(found, key=lambda row: (row.command != wanted[0], row.strategy != wanted[1]))
     return ranked[0] if ranked else None
-
-
-def forms(plan: Plan) -> list[Form]:
-    """Predicted seconds beside those of a closed form, for each row with one."""
-    found = []
-    for given, row in zip(given_rows(plan), rows(plan), strict=True):
-        form = given.get("closed_form") or {}
-        seconds, predicted = positive(form.get("seconds")), positive(given.get("seconds_per_step"))
-        if seconds is not None and predicted is not None:
-            difference = difference_text(predicted, seconds)
-            found.append(Form(row, str(form.get("name") or ""), seconds_text(seconds), difference))
-    return found
 
 
 def _row(given: Mapping[str, Any], most: float) -> PlanRow:

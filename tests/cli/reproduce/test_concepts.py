@@ -8,14 +8,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from oracles.forms.collectives import all_to_all, ring
+from oracles.forms.messages import Wire
 from torch import nn
 
 from dure.cli.reproduce import collectives, hogwild, hybrid, k_methods, neurons, ssp, stale_gradients, strom, structures
-from dure.core.collective_cost import Path
 from dure.job.job import load_job
 from dure.job.models.text import BagOfWords
 from dure.job.replica import Replica
-from dure.planner.closed_forms import all_to_all, ring
 from dure.runtime.virtual.cluster import Cluster, Link
 
 
@@ -52,8 +52,8 @@ def test_an_all_reduce_sends_the_bytes_of_its_closed_form(algorithm, form):
     link = Link(bandwidth=1.25e9, latency=20e-6)
     cluster = Cluster.uniform(4, link=link)
     seconds, sent = collectives.one_all_reduce(algorithm, 4_000_000, cluster)
-    path = Path(link.latency, cluster.alpha, link.bandwidth, cluster.beta, cluster.gamma)
-    cost = form(1_000_000, 4, path, 4)
+    wire = Wire(link.latency, cluster.alpha, link.bandwidth, cluster.beta, cluster.gamma)
+    cost = form(1_000_000, 4, wire, 4)
     assert sent == pytest.approx(max(cost.sent), rel=1e-3)
     assert 0.9 * cost.seconds <= seconds <= cost.seconds * (1 + 1e-9)
 

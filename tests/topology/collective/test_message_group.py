@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from oracles.forms.collectives import form_of, hosts_of
+from oracles.forms.messages import Wire
 from support.machines import placed
 from support.runs import resolved
 
 from dure.core.node import Ghost, Operation
 from dure.core.ranges import equal_ranges
 from dure.errors import PeerLost, StrategyError
-from dure.planner.closed_forms import form_of, hosts_of
 from dure.run.strategy import Strategy, make
 from dure.runtime.virtual.cluster import Cluster, Link, Machines
 from dure.runtime.virtual.network import Network
@@ -49,7 +50,7 @@ class Virtual:
         self.runtime = VirtualRuntime(cluster, lambda kernel: Network(cluster, kernel, placed(cluster)), None, seed=0)
         self.nodes = [self.runtime.node(f"worker {rank}", rank) for rank in range(size)]
         self.groups = [SentGroup(node, range(size), topology, node.meter, homes) for node in self.nodes]
-        self.path = self.runtime.network.path(range(size))
+        self.path = Wire(*self.runtime.network.path(range(size)), cluster.small)
         inner = cluster.inside
         self.inside = self.path._replace(latency=inner.latency, bandwidth=inner.bandwidth, beta=0.0)
 

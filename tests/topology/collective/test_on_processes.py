@@ -13,20 +13,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from oracles.forms.collectives import form_of, hosts_of
+from oracles.forms.messages import Wire
 from support.raw_caller import CREDENTIALS
 from topology.collective.test_message_group import ALGORITHMS, KINDS, call_of, same, values
 
-from dure.core.collective_cost import Path as Link
 from dure.core.node import Operation
 from dure.core.ranges import equal_ranges
 from dure.errors import PeerLost
-from dure.planner.closed_forms import form_of, hosts_of
 from dure.runtime.process.node import ProcessNode
 from dure.runtime.wire import Identity
 from dure.topology.collective.message_group import SentGroup
 
 LENGTHS = [0, 3, 101]
-ANY = Link(latency=0.0, alpha=0.0, bandwidth=1.0)
+ANY = Wire(latency=0.0, alpha=0.0, bandwidth=1.0)
 
 
 class Real:

@@ -34,4 +34,4 @@ def path_of(cluster: Cluster, machines: Iterable[int], *, gradient: bool = False
         return Path(0.0, round_.start, math.inf, round_.byte)
     links = [cluster.link_of(machine) for machine in set(machines)]
     latency, bandwidth = max(link.latency for link in links), min(link.bandwidth for link in links)
-    return Path(latency, cluster.alpha, bandwidth, cluster.beta, cluster.gamma, cluster.header, cluster.small)
+    return Path(latency, cluster.alpha, bandwidth, cluster.beta, cluster.gamma, cluster.header)

@@ -1,4 +1,4 @@
-"""Seconds of the passes and messages of a pipeline's stages, from the profile of a model: figures of closed forms.
+"""Seconds of the passes and messages of a pipeline's stages, from the profile of a model.
 
 forward, backward    the stage's share of the mini-batch's seconds at its slowest worker; where W workers share its
                      layers, the slowest one's part of that, and the collectives among them
@@ -7,43 +7,16 @@ collective           exchanges: a request, then a message from each of the W wor
 outputs, gradients   a message each of the border behind the stage
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from oracles.forms.messages import Flow, Transfers
+from oracles.forms.steps import StageSeconds
 
 from dure.core.ranges import equal_ranges, size
-from dure.planner.step_forms import StageSeconds
-from dure.planner.transfers import Flow, Transfers
-
-if TYPE_CHECKING:
-    from dure.partition.layout import StageLayout
-    from dure.partition.tensor.recording import Piece
-    from dure.partition.tensor.ways import CollectiveCall
-    from dure.run.stages import Stages
-
-
-class StagePasses(NamedTuple):
-    """Seconds of a micro-batch's forward and backward at a stage, and of its messages to the next stage and back."""
-
-    forward: float
-    backward: float
-    outputs: float
-    gradients: float
-
-    @property
-    def whole(self) -> StageSeconds:
-        """These seconds, where a backward is one computation."""
-        return StageSeconds(self.forward, self.backward, 0.0, self.outputs, self.gradients)
-
-    @property
-    def split(self) -> StageSeconds:
-        """These seconds, where the two gradients of a backward are computed apart, each in half of its seconds."""
-        return self.whole._replace(inputs=self.backward / 2, weights=self.backward / 2)
+from dure.run.stages import Stages
 
 
 @dataclass(frozen=True)
@@ -56,43 +29,51 @@ class StageFigures:
     seconds: Sequence[float]
 
     @property
-    def layout(self) -> StageLayout:
-        """The layout of the stages."""
+    def layout(self):
         return self.stages.layout
 
     @cached_property
-    def batch(self) -> int:
+    def batch(self):
         """Samples of the largest mini-batch."""
         return max(self.stages.batch_sizes)
 
     @cached_property
-    def rows(self) -> int:
+    def rows(self):
         """Samples of the largest micro-batch."""
         return self.layout.rows(self.batch, 0)
 
     @cached_property
-    def ask(self) -> float:
+    def ask(self):
         """Seconds of a request between two workers of a copy of the model."""
         first, *others = self.workers[: self.stages.count]
         return max((self.transfers.message(Flow(first, other, 0)) for other in others), default=0.0)
 
-    def passes(self) -> list[StagePasses]:
+    def passes(self):
         """The passes of each worker of a pipeline; with several chunks, of all together, and one chunk's messages."""
-        return [StagePasses(*self._both_passes(rank), *self._messages(rank)) for rank in self.layout.ranks]
+        found = []
+        for rank in self.layout.ranks:
+            (forward, backward), (outputs, gradients) = self._both_passes(rank), self._messages(rank)
+            found.append(StageSeconds(forward, backward, outputs=outputs, gradients=gradients))
+        return found
 
-    def summed_over_ways(self, rank: int) -> float:
+    def summed_over_ways(self, rank):
         """Seconds in which the workers that share a stage's layers sum the gradients of parameters that all have."""
         ways, layout = self.layout.ways, self.layout
         near = tuple(range(rank * ways, (rank + 1) * ways))
         numel = sum(each.stop - each.start for each in layout.held[near[0]] if each.tied == near and ways > 1)
         return self._all_reduce(rank, numel * layout.whole.params.element_size()) if numel else 0.0
 
-    def _both_passes(self, rank: int) -> tuple[float, float]:
+    def crossing(self):
+        """Seconds of all messages of a micro-batch of each copy of the model at the busiest card."""
+        flows = [flow for rank in self.layout.ranks for both in self._flows(rank) for flow in both]
+        return self.layout.pipeline.chunks * self.transfers.busiest(flows, 0.0)
+
+    def _both_passes(self, rank):
         """The forward and the backward of the slowest worker of a stage."""
         ways = self.layout.ways
         return max((self._passes_of(part) for part in range(rank * ways, (rank + 1) * ways)), key=sum)
 
-    def _passes_of(self, part: int) -> tuple[float, float]:
+    def _passes_of(self, part):
         layout, rank = self.layout, part // self.layout.ways
         seconds, of_backward = max(self.seconds[part :: self.stages.count]), self.transfers.cluster.backward
         forward = backward = 0.0
@@ -108,47 +89,39 @@ class StageFigures:
             backward += seconds * of_backward * shares[1] + called[1]
         return forward, backward + (forward if layout.pipeline.remat else 0.0)
 
-    def crossing(self) -> float:
-        """Seconds of all messages of a micro-batch of each copy of the model at the busiest card."""
-        flows = [flow for rank in self.layout.ranks for both in self._flows(rank) for flow in both]
-        return self.layout.pipeline.chunks * self.transfers.busiest(flows, 0.0)
-
-    def _messages(self, rank: int) -> tuple[float, float]:
+    def _messages(self, rank):
         """The messages of the border behind the first chunk of a stage; none behind the last stage."""
-        outputs, gradients = (max(map(self.transfers.message, flows), default=0.0) for flows in self._flows(rank))
-        return outputs, gradients
+        return (max(map(self.transfers.message, flows), default=0.0) for flows in self._flows(rank))
 
-    def _flows(self, rank: int) -> tuple[list[Flow], list[Flow]]:
+    def _flows(self, rank):
         """The messages of `_messages` in each copy of the model, to the next stage and back."""
         layout, ways = self.layout, self.layout.ways
         if rank == layout.ranks[-1]:
             return [], []
         border = layout.border(layout.stages_of(rank)[0], self.rows)
         back = sum(torch.Size(each.shape).numel() * each.dtype.itemsize for each in border.tensors if each.gradient)
-        ends = list(zip(self._line(rank * ways), self._line((rank + 1) * ways), strict=True))
+        here, there = (self.workers[each * ways :: self.stages.count] for each in (rank, rank + 1))
+        ends = list(zip(here, there, strict=True))
         return [Flow(*pair, border.nbytes) for pair in ends], [Flow(other, one, back) for one, other in ends]
-
-    def _line(self, part: int) -> Sequence[str]:
-        """The workers that hold a part, one in each copy of the model."""
-        return self.workers[part :: self.stages.count]
 
     # ---- collectives among the workers that share layers
 
-    def _called(self, rank: int, pieces: Sequence[Piece]) -> float:
+    def _called(self, rank, pieces):
         """Seconds of the collectives between the pieces of a pass."""
         return sum(self._collective(rank, piece.call) for piece in pieces if piece.call is not None)
 
-    def _collective(self, rank: int, call: CollectiveCall) -> float:
+    def _collective(self, rank, call):
         if call.kind == "all_reduce":
             return self._all_reduce(rank, call.sends[0].nbytes)
         sizes = [each.nbytes for each in call.sends]
         return self._exchange(rank, sizes * self.layout.ways if call.kind == "all_gather" else sizes)
 
-    def _all_reduce(self, rank: int, nbytes: int) -> float:
+    def _all_reduce(self, rank, nbytes):
         ways = self.layout.ways
-        return self._exchange(rank, [nbytes] * 2) if ways == 2 else 2 * self._exchange(rank, _parts(nbytes, ways))
+        parts = [size([each]) for each in equal_ranges(nbytes, ways)]
+        return self._exchange(rank, [nbytes] * 2) if ways == 2 else 2 * self._exchange(rank, parts)
 
-    def _exchange(self, rank: int, sizes: Sequence[int]) -> float:
+    def _exchange(self, rank, sizes):
         """Seconds in which each worker of a stage sends a message of each of `sizes` to the worker of that number."""
         ways, count = self.layout.ways, self.stages.count
         groups = [self.workers[first + rank * ways :][:ways] for first in range(0, len(self.workers), count)]
@@ -160,7 +133,3 @@ class StageFigures:
             if nbytes
         ]
         return self.ask + self.transfers.seconds(flows)
-
-
-def _parts(nbytes: int, ways: int) -> list[int]:
-    return [size([each]) for each in equal_ranges(nbytes, ways)]

@@ -1,10 +1,10 @@
 """Seconds of an exchange among the copies of a model, or of a stage, by closed forms: collectives, codecs, servers.
 
 K workers have n bytes each, a server has s of them; a is a message without bytes. `way` has the seconds of messages
-that leave together (`transfers`), m(n) the bytes of a codec's message of n bytes.
+that leave together (`messages`), m(n) the bytes of a codec's message of n bytes.
 
-    engine's all-reduce     R(n), `step_forms.ring`
-    other all-reduces       `closed_forms`
+    engine's all-reduce     R(n), `steps.ring`
+    other all-reduces       `collectives`
     codec, stripes          encode n, way of m(n / K) from all to all, combine K of n / K and encode the result, way of
                             m(n / K) from all to all, decode n
     codec, gathered         encode n, way of m(n) from all to all, a, combine K of n
@@ -13,30 +13,26 @@ that leave together (`transfers`), m(n) the bytes of a codec's message of n byte
                             the question for the version, during which the servers apply the updates
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+
+from oracles.forms.collectives import form_of
+from oracles.forms.messages import Flow, Transfers, Wire
+from oracles.forms.steps import ring
 
 from dure.codec.coder import SliceLayout
 from dure.codec.cost import cost_of
 from dure.codec.exchange import combining
 from dure.core.node import CodecWork, Ghost
-from dure.core.ranges import Ranges, equal_ranges, size
-from dure.planner.closed_forms import form_of
-from dure.planner.step_forms import ring
-from dure.planner.transfers import Flow, Transfers
+from dure.core.ranges import equal_ranges, size
+from dure.run.setup import Setup
 from dure.run.strategy import codec_name
 from dure.runtime.virtual.paths import path_of, paths_of
 from dure.topology.collective.choice import HOSTED, Collective
 from dure.topology.collective.hierarchical import hosts_of
 from dure.topology.collective.message_group import machines_of
 from dure.topology.parameter_server.choice import ParameterServer
-
-if TYPE_CHECKING:
-    from dure.run.setup import Setup
 
 
 @dataclass(frozen=True)
@@ -53,84 +49,79 @@ class Copies:
     speed: float
 
     @property
-    def count(self) -> int:
-        """Copies of the model."""
+    def count(self):
         return len(self.workers)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the model."""
+    def nbytes(self):
         return self.setup.replica.params.nbytes
 
     @property
-    def itemsize(self) -> int:
-        """Bytes of an element."""
+    def itemsize(self):
         return self.setup.replica.params.element_size()
 
     @cached_property
-    def places(self) -> list[int]:
+    def places(self):
         """The place of each worker."""
         return [self.transfers.places[name] for name in self.workers]
 
     @cached_property
-    def ranges(self) -> Sequence[Ranges]:
+    def ranges(self):
         """The ranges of the model at each server."""
         return self.setup.topology.ranges
 
     @property
-    def largest(self) -> int:
+    def largest(self):
         """Elements of the largest shard."""
         return max(map(size, self.ranges))
 
     @property
-    def applying(self) -> float:
+    def applying(self):
         """Seconds in which the server of the largest shard decodes an update and applies it."""
         return self.largest * self.itemsize * self.transfers.cluster.gamma + self.decoding
 
     @property
-    def decoding(self) -> float:
+    def decoding(self):
         """Seconds in which the server of the largest shard decodes an update."""
         return self._cost(CodecWork("decode", self.largest)) if self.setup.codec is not None else 0.0
 
     @property
-    def encoding(self) -> float:
+    def encoding(self):
         """Seconds in which the slowest worker encodes an update for servers."""
         works = (CodecWork("encode", size(ranges)) for ranges in self.ranges)
         return self.coding(*works) if self.setup.codec is not None else 0.0
 
-    def coding(self, *works: CodecWork) -> float:
+    def coding(self, *works):
         """Seconds of a codec's work at the slowest worker."""
         return self._cost(*works) / self.speed * self.transfers.crowding(self.setup.workers)
 
-    def _cost(self, *works: CodecWork) -> float:
-        cost = cost_of(codec_name(self.setup.strategy.codec), self.transfers.cluster.codecs)
-        return cost.seconds(works)
+    def _cost(self, *works):
+        return cost_of(codec_name(self.setup.strategy.codec), self.transfers.cluster.codecs).seconds(works)
 
-    def message_nbytes(self, ranges: Ranges) -> int:
+    def message_nbytes(self, ranges):
         """Bytes of a message of `ranges` of the model."""
         plain = Ghost(size(ranges), self.itemsize)
         if self.setup.codec is None:
             return plain.nbytes
-        layout = SliceLayout.of(self.setup.replica.layers, ranges)
-        return self.setup.codec.coder(layout).encode(plain).nbytes  # type: ignore[arg-type]
+        return self.setup.codec.coder(SliceLayout.of(self.setup.replica.layers, ranges)).encode(plain).nbytes
 
-    def pushes(self, workers: Sequence[str]) -> list[Flow]:
+    def pushes(self, workers):
         """The messages of an update of each of `workers`."""
         sizes = [self.message_nbytes(ranges) for ranges in self.ranges]
         return [Flow(worker, server, n) for worker in workers for server, n in zip(self.servers, sizes, strict=True)]
 
-    def pulls(self, workers: Sequence[str]) -> list[Flow]:
+    def pulls(self, workers):
         """The messages of the parameters to `workers`."""
         sizes = [size(ranges) * self.itemsize for ranges in self.ranges]
         return [Flow(server, worker, n) for worker in workers for server, n in zip(self.servers, sizes, strict=True)]
 
     @cached_property
-    def small(self) -> float:
+    def small(self):
         """Seconds of a message without bytes between a worker and a server."""
         return max(self.transfers.message(Flow(self.workers[-1], server, 0)) for server in self.servers)
 
 
-def exchange(copies: Copies) -> float | None:
+def exchange(copies):
     """Seconds of a sum over all copies; None where no form is known."""
     topology, codec = copies.setup.strategy.topology, copies.setup.codec
     if codec is not None and codec.vote() is not None:
@@ -144,7 +135,7 @@ def exchange(copies: Copies) -> float | None:
     return _collective(copies, topology) if codec is None else _coded(copies)
 
 
-def over_servers(copies: Copies, applied: int, *, pulling: int | None = None) -> float:
+def over_servers(copies, applied, *, pulling=None):
     """Seconds of pushes of `applied` workers, and of the pulls of `pulling` workers, or of all."""
     transfers, small = copies.transfers, copies.small
     there = transfers.seconds(copies.pushes(copies.workers[:applied]))
@@ -154,7 +145,7 @@ def over_servers(copies: Copies, applied: int, *, pulling: int | None = None) ->
     return copies.encoding + there + applied * copies.decoding + trips + apply + back
 
 
-def _collective(copies: Copies, topology: Collective) -> float | None:
+def _collective(copies, topology):
     cluster = copies.transfers.cluster
     if topology.algorithm == "engine":
         return ring(copies.nbytes, copies.count, paths_of(cluster, copies.places))
@@ -164,17 +155,16 @@ def _collective(copies: Copies, topology: Collective) -> float | None:
     crowded = any(2 * machines.count(each) > cluster.cores_of(each) for each in machines)
     if cluster.host is not None or crowded or (not hosted and 1 < len(set(machines)) < copies.count):
         return None  # messages share cores, or a card
-    path, links = path_of(cluster, machines), [cluster.inside_of(machine) for machine in machines]
+    wire, links = Wire(*path_of(cluster, machines), cluster.small), [cluster.inside_of(each) for each in machines]
     latency, bandwidth = max(link.latency for link in links), min(link.bandwidth for link in links)
-    inside = path._replace(latency=latency, bandwidth=bandwidth, beta=0.0)
+    inside = wire._replace(latency=latency, bandwidth=bandwidth, beta=0.0)
     form = form_of(topology.algorithm, "all_reduce", hosts if hosted else (), inside)
-    between = path if len(set(machines)) > 1 else inside
+    between = wire if len(set(machines)) > 1 else inside
     return form(copies.nbytes // copies.itemsize, copies.count, between, copies.itemsize).seconds
 
 
-def _coded(copies: Copies) -> float:
+def _coded(copies):
     codec, numel, count = copies.setup.codec, copies.nbytes // copies.itemsize, copies.count
-    assert codec is not None
     if codec.exchange == "all_gather":
         work = copies.coding(CodecWork("encode", numel), CodecWork("combine", numel, count))
         answer = copies.transfers.message(Flow(copies.workers[0], copies.workers[-1], 0))
@@ -185,7 +175,6 @@ def _coded(copies: Copies) -> float:
     return work + 2 * _all_to_all(copies, copies.message_nbytes(stripes[:1]))
 
 
-def _all_to_all(copies: Copies, nbytes: int) -> float:
+def _all_to_all(copies, nbytes):
     """Seconds in which each worker sends `nbytes` to each other."""
-    workers = copies.workers
-    return copies.transfers.seconds(Flow(one, other, nbytes) for one in workers for other in workers)
+    return copies.transfers.seconds(Flow(one, other, nbytes) for one in copies.workers for other in copies.workers)

@@ -1,10 +1,9 @@
-"""Seconds of a step by closed forms of plain figures: a cross-check of virtual time, in which no message is simulated.
+"""Seconds of a step from plain figures.
 
 K workers compute c seconds each and exchange n bytes. A message of n bytes takes M(n) = a + n b: a for its latency and
 its cost, b per byte of the slowest link. A receiver adds up a byte in g seconds.
 
     form                       seconds of a step                                                         function
-    slowest worker             E[largest of K], or E[K-th of P] where a step ends with K of P workers    `expected`
     ring all-reduce            R(n) = 2 (K - 1) M(n / K) + (K - 1) / K n g                               `ring`
     overlapped with backward   e_i = max(e_(i-1), r_i) + R(n_i), the end of slice i, computed at r_i     `overlapped`
     workers apart              max(K / sum of 1 / s_k, q): s_k of worker k alone, q of a step of all     `apart`
@@ -21,42 +20,13 @@ bound the seconds between two micro-batches (`Between`). Where gradients of weig
 the ways are without them, and the last backwards of stage k begin earlier by k - 1 of them.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
-from dure.core.collective_cost import Paths, Shift
-
-POINTS = 20_000
-"""Points of the integral of an expected value."""
-
-Vector = NDArray[np.float64]
+from dure.core.collective_cost import Shift
 
 
-class ClosedForm(NamedTuple):
-    """Seconds of a step of all workers by a closed form, and the name of the form."""
-
-    name: str
-    seconds: float
-
-
-def expected(exceeds: Callable[[Vector], Vector], scale: float) -> float:
-    """The mean of a random duration of at least 0, about as large as `scale`: the integral of P(duration > x).
-
-    >>> round(expected(lambda x: np.exp(-x / 3), scale=1.0), 6)
-    3.0
-    """
-    middle = (np.arange(POINTS) + 0.5) / POINTS  # x = scale * u / (1 - u) has all of the tail in 0 < u < 1
-    inverse = 1 / (1 - middle)
-    return float(scale * np.mean(exceeds(scale * middle * inverse) * inverse * inverse))
-
-
-def ring(nbytes: int, ranks: int, paths: Paths) -> float:
+def ring(nbytes, ranks, paths):
     """Seconds of an all-reduce of `nbytes` on each of `ranks`.
 
     >>> from dure.core.collective_cost import Path
@@ -69,7 +39,7 @@ def ring(nbytes: int, ranks: int, paths: Paths) -> float:
     return (ranks - 1) * (paths.shift_seconds(neighbors, part, adds=True) + paths.shift_seconds(neighbors, part))
 
 
-def overlapped(compute: float, backward: float, slices: Iterable[tuple[float, float]]) -> float:
+def overlapped(compute, backward, slices):
     """Seconds of a step whose gradient is sent in slices while backward, a share of `compute`, goes on.
 
     A slice is the share of backward behind it, and its seconds on the network.
@@ -83,7 +53,7 @@ def overlapped(compute: float, backward: float, slices: Iterable[tuple[float, fl
     return max(free, compute)
 
 
-def apart(alone: Sequence[float], busiest: float) -> float:
+def apart(alone, busiest):
     """Seconds in which workers that wait for no other make one step each, on average.
 
     `alone` has the seconds of a step of each worker; `busiest` are those of one step of each worker at the busiest
@@ -109,14 +79,24 @@ class StageSeconds(NamedTuple):
     gradients: float = 0.0
 
     @property
-    def busy(self) -> float:
-        """Seconds of the stage's work."""
-        return self.forward + self.inputs + self.weights
+    def backward(self):
+        """Seconds of both gradients."""
+        return self.inputs + self.weights
 
     @property
-    def passing(self) -> float:
+    def busy(self):
+        """Seconds of the stage's work."""
+        return self.forward + self.backward
+
+    @property
+    def passing(self):
         """Seconds for which other stages wait: those of the way to the next stage, and back."""
         return self.forward + self.inputs + self.outputs + self.gradients
+
+    @property
+    def split(self):
+        """These seconds, where the two gradients of a backward are computed apart, each in half of its seconds."""
+        return self._replace(inputs=self.backward / 2, weights=self.backward / 2)
 
 
 class Between(NamedTuple):
@@ -133,31 +113,27 @@ FREE = Between()
 """Stages whose messages wait for no request and fill no card."""
 
 
-def ways(stages: Sequence[StageSeconds]) -> list[float]:
+def ways(stages):
     """The way of a micro-batch from each stage to the last and back."""
     return list(accumulate(stage.passing for stage in reversed(stages)))[::-1]
 
 
-def longest(stages: Sequence[StageSeconds], between: Between = FREE) -> float:
-    """Seconds from a micro-batch to the next at the slowest stage or link.
-
-    A stage that asks one micro-batch ahead waits for the request and for the message.
-    """
+def longest(stages, between=FREE):
+    """Seconds from a micro-batch to the next at the slowest stage or link."""
     return max([stage.busy for stage in stages] + [_at_links(stages, between)])
 
 
-def _at_links(stages: Sequence[StageSeconds], between: Between) -> float:
+def _at_links(stages, between):
+    """A stage that asks one micro-batch ahead waits for the request and for the message."""
     messages = [between.ask + max(stage.outputs, stage.gradients) for stage in stages[:-1] if between.ask]
     return max([between.busiest, *messages])
 
 
-def flushed(stages: Sequence[StageSeconds], micro: int, between: Between = FREE) -> float:
+def flushed(stages, micro, between=FREE):
     """Seconds of a mini-batch of `micro` micro-batches in a 1F1B pipeline that drains behind it.
 
     >>> flushed([StageSeconds(1.0, 2.0, outputs=0.1, gradients=0.1), StageSeconds(1.0, 2.0)], micro=4)
     15.4
-    >>> flushed([StageSeconds(1.0, 2.0)], micro=4)
-    12.0
     """
     count, last, way = len(stages), micro - 1, [*ways(stages), 0.0]
     slowest, filling = longest(stages), 0.0
@@ -174,7 +150,7 @@ def flushed(stages: Sequence[StageSeconds], micro: int, between: Between = FREE)
     return max(found)
 
 
-def endless(stages: Sequence[StageSeconds], between: Between = FREE) -> float:
+def endless(stages, between=FREE):
     """Seconds from a micro-batch to the next in a 1F1B pipeline that never drains.
 
     >>> endless([StageSeconds(0.5, 0.5, outputs=2.0, gradients=1.0), StageSeconds(0.5, 0.5)])

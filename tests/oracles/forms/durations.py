@@ -7,27 +7,22 @@
     several steps             as one step of the sum's mean and variance, log-normal
 
 F_k is the distribution of the durations of worker k. The second and third are order statistics (Dutta et al., "Slow and
-Stale Gradients Can Win the Race", AISTATS 2018).
+Stale Gradients Can Win the Race", AISTATS 2018). All are None where no form is known, as of a trace.
 """
-
-from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+import torch
 
-from dure.planner.step_forms import Vector, expected
-from dure.runtime.virtual.compute import Constant, LogNormal, Pareto, ShiftedExponential
-
-if TYPE_CHECKING:
-    from dure.runtime.virtual.compute import Compute
-
+from dure.runtime.virtual.compute import Compute, Constant, LogNormal, Pareto, ShiftedExponential
 
 KNOWN = (Constant, ShiftedExponential, LogNormal, Pareto)
-"""Distributions with a known form; a trace has none."""
+
+POINTS = 20_000
+"""Points of the integral of an expected value."""
 
 
 class StepDuration(NamedTuple):
@@ -37,13 +32,24 @@ class StepDuration(NamedTuple):
     compute: Compute
 
     @property
-    def constant(self) -> bool:
+    def constant(self):
         """Whether all steps take the mean."""
         return isinstance(self.compute, Constant)
 
 
-def slowest(durations: Sequence[StepDuration], first: int | None = None) -> float | None:
-    """The mean of the largest of independent `durations`, or of the `first`-th smallest; None where no form is known.
+def expected(exceeds, scale):
+    """The mean of a random duration of at least 0, about as large as `scale`: the integral of P(duration > x).
+
+    >>> round(expected(lambda x: np.exp(-x / 3), scale=1.0), 6)
+    3.0
+    """
+    middle = (np.arange(POINTS) + 0.5) / POINTS  # x = scale * u / (1 - u) has all of the tail in 0 < u < 1
+    inverse = 1 / (1 - middle)
+    return float(scale * np.mean(exceeds(scale * middle * inverse) * inverse * inverse))
+
+
+def slowest(durations, first=None):
+    """The mean of the largest of independent `durations`, or of the `first`-th smallest.
 
     >>> slowest([StepDuration(1.0, Constant()), StepDuration(5.0, Constant())])
     5.0
@@ -55,16 +61,17 @@ def slowest(durations: Sequence[StepDuration], first: int | None = None) -> floa
         return None
     times = Counter(durations)
     scale = max(each.mean for each in times)
-    if first is None or first == count:
+    if first in (None, count):
         return expected(lambda x: 1 - np.prod([below(each, x) ** n for each, n in times.items()], axis=0), scale)
-    if len(times) > 1:
-        return None
-    from scipy.stats import binom
-
-    return expected(lambda x: binom.cdf(first - 1, count, below(durations[0], x)), scale)
+    return expected(lambda x: fewer(first, count, below(durations[0], x)), scale) if len(times) == 1 else None
 
 
-def shared(durations: Sequence[StepDuration], cores: int, first: int | None = None) -> float | None:
+def fewer(first, count, share):
+    """The probability that fewer than `first` of `count` independent durations have ended, each with this `share`."""
+    return sum(math.comb(count, k) * share**k * (1 - share) ** (count - k) for k in range(first))
+
+
+def shared(durations, cores, first=None):
     """As `slowest`, where all computations begin together and share `cores` equally.
 
     >>> shared([StepDuration(1.0, Constant()), StepDuration(3.0, Constant())], cores=1)
@@ -79,8 +86,8 @@ def shared(durations: Sequence[StepDuration], cores: int, first: int | None = No
     return total
 
 
-def several(duration: StepDuration, steps: int) -> StepDuration | None:
-    """The duration of so many steps of a worker; None where no form is known, or the variance is infinite."""
+def several(duration, steps):
+    """The duration of so many steps of a worker; None also where the variance is infinite."""
     mean, compute = duration.mean * steps, duration.compute
     if isinstance(compute, Constant) or steps == 1:
         return StepDuration(mean, compute)
@@ -95,16 +102,13 @@ def several(duration: StepDuration, steps: int) -> StepDuration | None:
     return StepDuration(mean, LogNormal(sigma=math.sqrt(math.log1p(variance / steps))))
 
 
-def below(duration: StepDuration, x: Vector) -> Vector:
+def below(duration, x):
     """The probability that a duration is at most `x`."""
     mean, compute = duration.mean, duration.compute
     if isinstance(compute, ShiftedExponential):
         return -np.expm1(-np.maximum(x / mean - compute.shift, 0.0) / (1 - compute.shift))
     if isinstance(compute, LogNormal) and compute.sigma:
-        from scipy.special import ndtr
-
-        found: Vector = ndtr(np.log(x / mean) / compute.sigma + compute.sigma / 2)
-        return found
+        return torch.special.ndtr(torch.from_numpy(np.log(x / mean) / compute.sigma + compute.sigma / 2)).numpy()
     if isinstance(compute, Pareto):
         least = (compute.tail - 1) / compute.tail * mean
         return 1 - np.minimum(least / x, 1.0) ** compute.tail
