@@ -18,10 +18,10 @@ PROCESSES ?= $(shell test "$$(env -u OMP_NUM_THREADS nproc 2>/dev/null || echo 1
 setup: $(STAMP)
 
 # torch first: it is the one large download, and everything else must agree with it
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml studies/pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]' -e ./studies
 	touch $(STAMP)
 
 lint: setup
@@ -31,7 +31,7 @@ lint: setup
 	$(BIN)/lint-imports --no-logo
 
 # what measures seconds of its own runs alone, after the rest; the other files need not be collected again
-ALONE = $(shell grep -rl 'mark\.alone' tests)
+ALONE = $(shell grep -rl 'mark\.alone' tests studies/tests)
 test: lint
 	$(BIN)/pytest -n $(PROCESSES) --dist loadgroup -m "not alone and not soak and not long"
 	$(BIN)/pytest -m "alone and not soak and not long" $(ALONE)
@@ -79,4 +79,4 @@ bench: setup
 	@for script in bench/[!_]*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
 clean:
-	rm -rf .venv build dist runs report.html .mypy_cache .ruff_cache .pytest_cache src/*.egg-info
+	rm -rf .venv build dist runs report.html .mypy_cache .ruff_cache .pytest_cache src/*.egg-info studies/src/*.egg-info

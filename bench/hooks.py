@@ -4,7 +4,7 @@
     sudo python bench/hooks.py --model mlp-25m --mbit 100        one of each; its rows are added to --rows
     python bench/hooks.py --table                                the table of the rows there are
 
-Two processes, one thread each, on two hosts made of network namespaces (`dure.cli.reproduce.namespaces`). Both hold a
+Two processes, one thread each, on two hosts made of network namespaces (`dure_studies.namespaces`). Both hold a
 model for each hook; a repeat trains `--steps` mini-batches with each of them in turn, in a rotating order, from a
 barrier to the last process's end. Told are medians, and the median of the repeats' ratios to no hook at all. Bytes are
 those that the card of the first host sent in the same time: headers, acknowledgements and the barrier's included.
@@ -32,7 +32,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 import dure
-from dure.cli.reproduce import namespaces
 from dure.job.data.dataset import Data
 from dure.job.job import Job
 from dure.job.models.mlp import mlp_maker, top1
@@ -41,6 +40,7 @@ from dure.run.config import TrainConfig
 from dure.run.prebuilt import Prebuilt
 from dure.run.resolve import resolve
 from dure.run.setup import Setup
+from dure_studies import namespaces
 
 ROOT = Path(__file__).parents[1]
 WARM_UP = 3

@@ -20,9 +20,9 @@ from typing import Any
 
 from virtual_network import seconds_per_step
 
-from dure.cli.reproduce import namespaces
-from dure.cli.reproduce.hybrid import ALL, CHOSEN, COLLECTIVES, NONE, PARAMETERS, SPARSE
 from dure.core import units
+from dure_studies import namespaces
+from dure_studies.hybrid import ALL, CHOSEN, COLLECTIVES, NONE, PARAMETERS, SPARSE
 
 RUN_SECONDS = 300.0
 ENVIRON = {"PYTHONPATH": str(Path(__file__).parents[1] / "src"), "OMP_NUM_THREADS": "1"}

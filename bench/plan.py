@@ -5,7 +5,7 @@
     python bench/plan.py --table                     the table of the kept measurements
 
 A scene is a job, a number of workers and a network: that of one machine, or network namespaces with limited cards
-(`dure.cli.reproduce.namespaces`; root's alone). In each scene
+(`dure_studies.namespaces`; root's alone). In each scene
 
     probe      `dure probe JOB` by these very workers, and the profile of the job: as `dure plan` measures them
     predict    the seconds of a step of each strategy, by `dure.planner.timing`, from the probe alone
@@ -41,7 +41,6 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from dure.cli.reproduce import namespaces
 from dure.core.target import Target
 from dure.errors import DureError
 from dure.job.data.dataset import Data
@@ -60,6 +59,7 @@ from dure.run.prebuilt import Prebuilt
 from dure.run.train import run as train
 from dure.runtime.launch.fork_server import ForkServer
 from dure.runtime.launch.rendezvous import Rendezvous, place
+from dure_studies import namespaces
 
 ROOT = Path(__file__).parents[1]
 RUNS = 3

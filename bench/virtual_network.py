@@ -6,7 +6,7 @@
     sudo python bench/virtual_network.py --per-host         settings with two workers on each host
     python bench/virtual_network.py --table                 the table of the kept measurements
 
-Hosts are network namespaces of this machine with limited cards (`dure.cli.reproduce.namespaces`); servers live beside
+Hosts are network namespaces of this machine with limited cards (`dure_studies.namespaces`); servers live beside
 workers, or on hosts of their own. For each group of settings three of the hosts are probed as by `dure probe`, and the
 cluster found is the one that the predictions are made for. Then each setting is trained RUNS times for real, and
 RUNS_VIRTUAL times in virtual time, with as many seeds; medians are compared. A step's compute is asleep but for the
@@ -39,7 +39,6 @@ import numpy as np
 import yaml
 
 import dure.run.launchers.torchrun
-from dure.cli.reproduce import namespaces
 from dure.planner.probe.measure import step_seconds
 from dure.planner.probe.probe import probe
 from dure.planner.probe.synthetic_job import job_file, synthetic_job
@@ -48,6 +47,7 @@ from dure.runtime.launch.fork_server import ForkServer
 from dure.runtime.launch.rendezvous import Rendezvous, place
 from dure.runtime.virtual.cluster import Cluster
 from dure.runtime.virtual.compute import LogNormal
+from dure_studies import namespaces
 
 ROOT = Path(__file__).parents[1]
 WARM = 2

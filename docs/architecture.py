@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 PICTURE = ROOT / "docs" / "architecture.svg"
 WIDTH, HEIGHT, GAP, MARGIN = 820, 44, 14, 16
 MEANINGS = {
-    "cli": "the command: options, tables, reproduced papers",
+    "cli": "the command: options, tables",
     "planner": "probe, rank of strategies",
     "user_loop": "attach and the DDP hook",
     "run": "one run, put together",

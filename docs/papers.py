@@ -1,17 +1,17 @@
-"""Writes `papers.md`, from the rows of `src/dure/cli/reproduce/papers.toml`: python docs/papers.py."""
+"""Writes `papers.md`, from the rows of `studies/src/dure_studies/papers.toml`: python docs/papers.py."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
 
-from dure.cli.reproduce.papers import Paper, PaperRow, papers
+from dure_studies.papers import Paper, PaperRow, papers
 
 HERE = Path(__file__).parent
 
 HEAD = """# Papers, row by row
 
-`python docs/papers.py` writes this page from `src/dure/cli/reproduce/papers.toml`; `dure reproduce` prints the same
+`python docs/papers.py` writes this page from `studies/src/dure_studies/papers.toml`; `dure reproduce` prints the same
 rows. `dure reproduce --all` runs the commands of all rows, two at a time, and writes one report of their output and
 drawings (`papers.html`); `dure reproduce --all --quick` runs them in reduced forms, to show that they work.
 

@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 
 import dure
+from dure.cli import reproduce
 from dure.user_loop.attached import Attached
 from dure.user_loop.ddp_hook import Hook
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "dure"
+STUDIES = ROOT / "studies" / "src"
 NAMED = re.compile(r"(?<![\w./-])(replica|dure|hook)\.([A-Za-z_]\w*)")
 
 
@@ -21,8 +23,8 @@ def of_attached(name):
 
 
 def of_package(name):
-    """A public name, or a module that can be imported."""
-    if hasattr(dure, name):
+    """A public name, a group of entry points, or a module that can be imported."""
+    if hasattr(dure, name) or f"dure.{name}" in (reproduce.STUDIES, reproduce.PAPERS):
         return True
     try:
         importlib.import_module(f"dure.{name}")
@@ -59,7 +61,7 @@ def strings(path):
 
 def pages():
     """Text by file: messages of the package, and the pages and docstrings that are about a user's own loop."""
-    found = {path: "\n".join(strings(path)) for path in sorted(SOURCE.rglob("*.py"))}
+    found = {path: "\n".join(strings(path)) for path in sorted([*SOURCE.rglob("*.py"), *STUDIES.rglob("*.py")])}
     return found | {
         path: path.read_text(encoding="utf-8") for path in (ROOT / "README.md", ROOT / "docs" / "attach.md")
     }

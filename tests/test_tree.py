@@ -15,14 +15,15 @@ from dure.run.strategy import catalogue as one_catalogue
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "dure"
-FILES = sorted(SOURCE.rglob("*.py"))
+STUDIES = ROOT / "studies" / "src" / "dure_studies"
+FILES = sorted([*SOURCE.rglob("*.py"), *STUDIES.rglob("*.py")])
 TIMED = (
     "runtime/",
     "codec/timing.py",
     "core/chance.py",
     "planner/probe/",
     "planner/job_profile.py",
-    "cli/reproduce/every.py",
+    "dure_studies/every.py",
 )
 """Where clocks are read and global generators set: runtimes, measurements, `chance.seeded`."""
 
@@ -71,7 +72,7 @@ def tree(path):
 
 
 def name(path):
-    return str(path.relative_to(SOURCE))
+    return str(path.relative_to(SOURCE if path.is_relative_to(SOURCE) else STUDIES.parent))
 
 
 def folder(path):

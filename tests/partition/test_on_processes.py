@@ -17,11 +17,11 @@ from support.real_runs import Terminate, Trial
 from support.runs import local, virtual
 from support.stage_jobs import job_text
 
-from dure.cli.reproduce import namespaces
 from dure.errors import UsageError
 from dure.run import checkpoint
 from dure.run.config import TrainConfig
 from dure.runtime.launch.interruption import Interrupted, Interruption
+from dure_studies import namespaces
 
 PARTITIONS = [
     "gpipe:stages=2,micro=3",  # of 10 samples: 4, 3 and 3

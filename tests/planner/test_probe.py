@@ -13,7 +13,6 @@ from support.machines import placed
 
 import dure
 from dure.cli.main import main
-from dure.cli.reproduce import namespaces
 from dure.core.collective_cost import Path as Wire
 from dure.errors import UsageError
 from dure.job.job import load_job
@@ -29,6 +28,7 @@ from dure.planner.probe.table import table
 from dure.runtime.virtual.cluster import Cluster, Link
 from dure.runtime.virtual.kernel import Kernel
 from dure.runtime.virtual.network import Network
+from dure_studies import namespaces
 
 SIZES = [1 << power for power in range(16, 22)]
 

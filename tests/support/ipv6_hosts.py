@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dure.cli.reproduce import namespaces
+from dure_studies import namespaces
 
 
 def over_ipv6(hosts: namespaces.Hosts, *, also_ipv4: bool = False) -> namespaces.Hosts:

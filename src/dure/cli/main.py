@@ -304,8 +304,9 @@ class Reproduce:
             if flags or self.quick:
                 flag = next(iter(flags), "quick")
                 raise UsageError(f"--{flag} belongs to one result: name it, as in dure reproduce pipelines.")
-            rows = papers.listed()
-            return CommandResult(rows, [papers.table(rows)])
+            listed = papers("rows")
+            rows: dict[str, Any] = listed.reproduce()
+            return CommandResult(rows, [listed.table(rows)])
         module = find(self.name)
         check(self.name, module, flags)
         _check_outputs(self.out)
@@ -313,11 +314,12 @@ class Reproduce:
         return CommandResult(result, [module.table(result)])
 
     def _all(self, flags: Mapping[str, Any]) -> CommandResult:
-        from dure.cli.reproduce import every
+        from dure.cli.reproduce import papers
 
         wrong = next((name for name in flags if name not in ("data", "out")), None)
         if self.name or wrong:
             raise UsageError(f"--all runs every row; it has no use for {self.name or f'--{wrong}'}.")
+        every = papers("all")
         _check_outputs(self.out)
         result = every.reproduce(os.environ, quick=self.quick, **flags)
         return CommandResult(result, [every.table(result)], status=0 if not result["failed"] else 1)

@@ -14,13 +14,13 @@ import yaml
 from support.structural_schema import faults
 
 from dure.cli.main import main, parse
-from dure.cli.reproduce import namespaces
 from dure.errors import UsageError
 from dure.run.config import TrainConfig
 from dure.run.emit import TARGETS, emitted
 from dure.run.emit.arguments import arguments_of
 from dure.run.emit.launch import Launch, launch_of, ranks_of
 from dure.runtime.virtual.cluster import Cluster, Machines, SharedHost
+from dure_studies import namespaces
 
 SOURCE = Path(__file__).parents[3] / "src"
 BIN = Path(sys.executable).parent

@@ -12,9 +12,9 @@ import pytest
 import torch
 from support.ipv6_hosts import over_ipv6
 
-from dure.cli.reproduce import namespaces
 from dure.errors import UsageError
 from dure.runtime.launch.own_address import address_toward
+from dure_studies import namespaces
 
 REASON = namespaces.missing()
 

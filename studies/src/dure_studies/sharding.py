@@ -1,0 +1,292 @@
+"""Compares parameter sharding by layer and by memory on VGG-16, for 1 to 8 workers with a server for each two.
+
+The paper (in Korean; TensorFlow 1.15 with MPICH, two RTX 2080 Ti in each host, 10 Gbit/s Ethernet, ImageNet-1K) reports
+equal times with 1 and 2 workers, which have one server; sharding by memory is faster by 20 % with 4 workers and by 66 %
+with 8. It does not give the compute time of a step, the order of updates and the machines of the servers. Here servers
+have machines of their own. For each order of updates and each kind of hosts, one compute time for all cluster sizes is
+fitted to the two figures.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dure.core.spec_text import names
+from dure.errors import UsageError
+
+if TYPE_CHECKING:
+    from rich.console import Group
+    from rich.table import Table
+
+    from dure.job.job import Job
+
+PAPER = {1: 1.0, 2: 1.0, 4: 1.20, 8: 1.66}
+"""Published ratios: seconds of a step by layer, divided by those by memory, by number of workers."""
+
+SYNCS = ("bsp", "downpour")
+HOSTS = ("separate", "paired")
+
+TIMES = tuple(0.25 * 2 ** (number / 2) for number in range(11))
+"""Seconds of a step's computation, 0.25 to 8, among which the fit begins."""
+
+ROUNDS, SEEDS = 100, 3
+"""Steps and seeds of the runs for accuracy."""
+
+Row = dict[str, Any]
+
+StepSeconds = Callable[[int, int, str], float]
+"""Gives seconds of a step for a number of workers, a number of servers, and the unit of sharding."""
+
+
+QUICK: dict[str, Any] = {"sync": "bsp"}
+"""Flags of the reduced form."""
+
+
+def reproduce(
+    on: str = "virtual",
+    *,
+    sync: str | None = None,
+    hosts: str | None = None,
+    accuracy: bool = False,
+    rounds: int | None = None,
+    seeds: int | None = None,
+    data: Path | None = None,
+    out: Path | None = None,
+) -> dict[str, Any]:
+    """The rows, in virtual time: `layer` and `memory` are seconds per step, `ratio` is the first divided by the second.
+
+    `sync` has "bsp", "downpour" or both with a comma, `hosts` "separate", "paired" or both. `fits` has the fitted
+    compute time of a step for each, and the relative error of each ratio to the paper's. `speedups` are samples per
+    second relative to one worker. `servers` has 8 workers with 1 to 8 servers (`sharding_virtual`).
+
+    With `accuracy`, the rows are those of `sharding_accuracy` instead. On "namespaces" the seconds are real, of a small
+    model of the same shape, and nothing is fitted (`sharding_real`).
+
+    Raises `UsageError` for other values, for flags that do not fit, or if the machine cannot make namespaces.
+    """
+    if on not in ("virtual", "namespaces"):
+        raise UsageError(f'sharding is reproduced on "virtual" or "namespaces", got {on!r}.')
+    real = on == "namespaces"
+    unfit: dict[str, Any] = {
+        "hosts": hosts if real or accuracy else None,
+        "accuracy": accuracy and real,
+        "out": accuracy and out,
+    }
+    unfit |= {} if accuracy else {"rounds": rounds, "seeds": seeds, "data": data}
+    _refuse(unfit, "--accuracy" if accuracy and not real else f"--on {on}")
+    syncs = _listed("sync", sync or ("bsp" if real else ",".join(SYNCS)), SYNCS)
+    if accuracy:
+        return _accuracies(syncs, ROUNDS if rounds is None else rounds, SEEDS if seeds is None else seeds, data)
+    path = out or Path("sharding.svg")
+    if not path.absolute().parent.is_dir():
+        raise UsageError(f"cannot write {path}: there is no folder {path.parent}.")
+    result = _real(syncs) if real else _virtual(syncs, _listed("hosts", hosts or ",".join(HOSTS), HOSTS))
+    _draw(path, result["rows"], result["time"])
+    return result | {"picture": str(path)}
+
+
+def _refuse(unfit: dict[str, Any], beside: str) -> None:
+    for name, value in unfit.items():
+        if value is not None and value is not False:
+            raise UsageError(f"sharding has no use for --{name} with {beside}: leave it out.")
+
+
+def _listed(name: str, text: str, known: Sequence[str]) -> list[str]:
+    wanted = [each.strip() for each in text.split(",")]
+    for each in wanted:
+        if each not in known:
+            raise UsageError(f"{name} is {names(known)}, or both with a comma, got {each!r}.")
+    return list(dict.fromkeys(wanted))
+
+
+def _real(syncs: Sequence[str]) -> dict[str, Any]:
+    from dure_studies.sharding_real import COMPUTE, measured
+
+    rows = [row for sync in syncs for row in _rows(measured(sync), sync, "separate")]
+    return {"reproduce": "sharding", "time": "real", "compute_seconds": COMPUTE, "rows": rows}
+
+
+def _virtual(syncs: Sequence[str], hosts: Sequence[str]) -> dict[str, Any]:
+    from dure.job.models.vgg16 import vgg16_shapes
+    from dure_studies.sharding_virtual import Course, equal_layers, rows_by_servers
+
+    job = vgg16_shapes()
+    rows: list[Row] = []
+    fits: list[Row] = []
+    for place, sync in ((place, sync) for place in hosts for sync in syncs):
+        compute = _fit(job, sync, place)
+        found = _rows(Course(job, sync, place, compute).seconds, sync, place)
+        residual = {str(row["workers"]): row["ratio"] / row["paper"] - 1 for row in found}
+        fits.append({"sync": sync, "hosts": place, "compute_seconds": compute, "residual": residual})
+        rows += found
+    jobs, first = {"VGG-16": job, "equal layers": equal_layers()}, fits[0]["compute_seconds"]
+    servers = [row for sync in syncs for row in rows_by_servers(jobs, sync, hosts[0], first)]
+    return {"reproduce": "sharding", "time": "virtual", "fits": fits, "rows": rows, "servers": servers}
+
+
+def _accuracies(syncs: Sequence[str], rounds: int, seeds: int, data: Path | None) -> dict[str, Any]:
+    from dure_studies.sharding_accuracy import accuracy_rows
+
+    for name, value in (("rounds", rounds), ("seeds", seeds)):
+        if value < 1:
+            raise UsageError(f"{name} must be at least 1, got {value}.")
+    source, rows = accuracy_rows(syncs, rounds, seeds, data)
+    given = {"rounds": rounds, "seeds": seeds, "data": source}
+    return {"reproduce": "sharding", "time": "virtual", "accuracy": rows, **given}
+
+
+def _rows(step_seconds: StepSeconds, sync: str, hosts: str) -> list[Row]:
+    rows = [{"sync": sync, "hosts": hosts, **_row(workers, step_seconds)} for workers in PAPER]
+    for row in rows:
+        row["speedups"] = {by: row["workers"] * rows[0][by] / row[by] for by in ("layer", "memory")}
+    return rows
+
+
+def _row(workers: int, step_seconds: StepSeconds) -> Row:
+    servers = max(1, workers // 2)
+    layer, memory = (step_seconds(workers, servers, by) for by in ("layer", "memory"))
+    ratio = layer / memory
+    return {
+        "workers": workers,
+        "servers": servers,
+        "layer": layer,
+        "memory": memory,
+        "ratio": ratio,
+        "paper": PAPER[workers],
+    }
+
+
+def _fit(job: Job, sync: str, hosts: str) -> float:
+    """The compute time whose ratios fit the paper best: least squares of their logarithms.
+
+    Asynchronous ratios have local optima, so the best of `TIMES` is found first.
+    """
+    from scipy.optimize import minimize_scalar
+
+    from dure_studies.sharding_virtual import Course
+
+    def distance(compute: float) -> float:
+        seconds = Course(job, sync, hosts, compute).seconds
+        return sum(math.log(_row(workers, seconds)["ratio"] / PAPER[workers]) ** 2 for workers in (4, 8))
+
+    near = min(TIMES, key=distance)
+    bounds = near / TIMES[1] * TIMES[0], near * TIMES[1] / TIMES[0]
+    return float(minimize_scalar(distance, bounds=bounds, method="bounded", options={"xatol": 0.03 * near}).x)
+
+
+def table(result: dict[str, Any]) -> Group | Table:
+    """The rows as tables: those of the figure and those by servers, or those of accuracy."""
+    from rich.console import Group
+
+    if "accuracy" in result:
+        return _accuracy_table(result)
+    shown = [_figure_table(result)]
+    return Group(*shown, *([_servers_table(result)] if result["time"] == "virtual" else []))
+
+
+def _plain(caption: str, columns: Sequence[str], left: int) -> Table:
+    """An empty table, whose first `left` columns are texts."""
+    from rich import box
+    from rich.table import Table
+
+    shown = Table(box=box.SIMPLE_HEAD, header_style="bold", caption=caption, caption_justify="left")
+    for number, name in enumerate(columns):
+        shown.add_column(name, justify="left" if number < left else "right")
+    return shown
+
+
+def _figure_table(result: dict[str, Any]) -> Table:
+    heads = ("hosts", "updates", "workers", "servers", "by layer", "by memory", "ratio", "paper", "speed-ups: layer")
+    shown = _plain(_caption(result), (*heads, "memory"), 2)
+    for row in result["rows"]:
+        times = (f"{row[by]:.2f} s" for by in ("layer", "memory"))
+        speedups = (f"{row['speedups'][by]:.2f}" for by in ("layer", "memory"))
+        counts = (str(row["workers"]), str(row["servers"]))
+        ratios = (f"{row['ratio']:.2f}", f"{row['paper']:.2f}")
+        shown.add_row(row["hosts"], row["sync"], *counts, *times, *ratios, *speedups)
+    return shown
+
+
+def _caption(result: dict[str, Any]) -> str:
+    drawn = f"Speed-ups: {result['picture']}"
+    if result["time"] == "real":
+        return (
+            "seconds per step are real: hosts in network namespaces of this machine, a small model of the same shape. "
+            f"A step computes for {result['compute_seconds']:g} s. {drawn}"
+        )
+    fits = "; ".join(
+        f"{fit['hosts']} {fit['sync']} {fit['compute_seconds']:.2f} s "
+        f"(ratios {fit['residual']['4']:+.1%} and {fit['residual']['8']:+.1%} off)"
+        for fit in result["fits"]
+    )
+    return (
+        "seconds per step are virtual: a model of machines and network. paired: two workers behind one card. "
+        f"Fitted to the paper's ratios with 4 and 8 workers, a step computes for: {fits}. {drawn}"
+    )
+
+
+def _servers_table(result: dict[str, Any]) -> Table:
+    first = result["servers"][0]
+    caption = (
+        f"seconds per step are virtual, of {first['workers']} workers; hosts: {first['hosts']}; a step computes for "
+        f"{first['compute_seconds']:.2f} s. free: if the work of servers takes no time. GB of each server's card in a "
+        "step, both directions."
+    )
+    heads = ("model", "updates", "servers", "by layer", "free", "by memory", "free", "GB by layer", "GB by memory")
+    shown = _plain(caption, heads, 2)
+    for row in result["servers"]:
+        cuts = [row[by] for by in ("layer", "memory")]
+        times = (f"{cut[name]:.2f} s" for cut in cuts for name in ("seconds", "seconds_without_updates"))
+        shown.add_row(row["model"], row["sync"], str(row["servers"]), *times, *(_loads(cut) for cut in cuts))
+    return shown
+
+
+def _loads(cut: Row) -> str:
+    """The bytes of each server's card, the largest first; equal ones once, with their number."""
+    from itertools import groupby
+
+    texts = (f"{nbytes / 1e9:.2f}" for nbytes in sorted(cut["card_bytes"], reverse=True))
+    runs = ((text, len(list(equal))) for text, equal in groupby(texts))
+    return ", ".join(text if count == 1 else f"{count} x {text}" for text, count in runs)
+
+
+def _accuracy_table(result: dict[str, Any]) -> Table:
+    caption = (
+        f"test accuracy after {result['rounds']} steps of 8 workers with 4 servers, mean and standard deviation over "
+        f"seeds ({result['seeds']}). Workers and seconds are virtual, gradients are real. Equal parameters: of how "
+        "many seeds both cuts end with the same bits."
+    )
+    shown = _plain(caption, ("updates", "split", "accuracy", "spread", "staleness", "s/step", "equal parameters"), 2)
+    digests = {(row["sync"], row["split"]): row["digests"] for row in result["accuracy"]}
+    for row in result["accuracy"]:
+        sync = row["sync"]
+        pairs = zip(digests[sync, "layer"], digests[sync, "memory"], strict=True)
+        equal = f"{sum(layer == memory for layer, memory in pairs)} of {result['seeds']}"
+        figures = (f"{row['accuracy']:.2%}", f"{row['spread']:.2%}", f"{row['staleness']:.1f}", f"{row['seconds']:.2f}")
+        shown.add_row(sync, row["split"], *figures, equal)
+    return shown
+
+
+def _draw(path: Path, rows: Sequence[Row], time: str) -> None:
+    """Draw speed-ups against workers: a panel for each kind of hosts and order of updates, a line for each cut.
+
+    A third line is the speed-up by layer times the paper's ratio: the speed-up by memory if the ratio were the paper's.
+    `time` is "virtual" or "real".
+    """
+    from dure.report.figures import Band, grid
+    from dure.report.files import replacing
+
+    panels: dict[tuple[str, str], list[Band]] = {}
+    for sync, hosts in dict.fromkeys((row["sync"], row["hosts"]) for row in rows):
+        own = [row for row in rows if (row["sync"], row["hosts"]) == (sync, hosts)]
+        lines = {f"by {by}": [row["speedups"][by] for row in own] for by in ("layer", "memory")}
+        lines["by layer, times the paper's ratio"] = [row["speedups"]["layer"] * row["paper"] for row in own]
+        workers = [row["workers"] for row in own]
+        panels[sync, f"hosts: {hosts}"] = [Band(name, workers, line, [0.0] * len(own)) for name, line in lines.items()]
+    with replacing(path) as file:
+        file.write(
+            grid(panels, x_label="workers, with a server for each two", y_label=f"{time} speed-up", percent=False)
+        )

@@ -1,0 +1,65 @@
+"""`dure reproduce` finds studies by the entry points of installed distributions."""
+
+import json
+from importlib.metadata import EntryPoints
+
+import pytest
+
+from dure.cli import reproduce
+from dure.cli.main import main
+
+STUDY = """
+from rich.table import Table
+
+QUICK = {"rounds": 1}
+
+
+def reproduce(*, rounds: int = 3):
+    return {"rounds": rounds}
+
+
+def table(result):
+    shown = Table(f"{result['rounds']} rounds")
+    shown.add_row("")
+    return shown
+"""
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """A distribution with one study, `example`."""
+    (tmp_path / "study_of_a_test.py").write_text(STUDY, encoding="utf-8")
+    info = tmp_path / "study_of_a_test-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: study-of-a-test\nVersion: 1\n", encoding="utf-8")
+    (info / "entry_points.txt").write_text("[dure.studies]\nexample = study_of_a_test\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+@pytest.mark.parametrize(("flags", "rounds"), [([], 3), (["--quick"], 1), (["--quick", "--rounds", "2"], 2)])
+def test_a_study_of_another_distribution_is_found(flags, rounds, installed, capsys):
+    assert main(["reproduce", "example", *flags, "--json"]) == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out) == {"rounds": rounds}
+    assert f"{rounds} rounds" in shown.err
+
+
+def test_a_misspelt_name_has_the_nearest(installed, capsys):
+    assert main(["reproduce", "exmaple"]) == 2
+    assert 'Did you mean "example"?' in capsys.readouterr().err
+
+
+def test_a_flag_that_a_study_does_not_take_is_refused(installed, capsys):
+    assert main(["reproduce", "example", "--seeds", "3"]) == 2
+    assert capsys.readouterr().err == "dure: example has no use for --seeds; it takes --rounds.\n"
+
+
+@pytest.mark.parametrize("arguments", [[], ["table1"], ["tabel1"], ["table1", "--rounds", "3"], ["--all"]])
+def test_without_studies_the_command_names_the_install_line(arguments, monkeypatch, capsys):
+    monkeypatch.setattr(reproduce, "entry_points", lambda group: EntryPoints())
+    assert main(["reproduce", *arguments]) == 2
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err) == (
+        "",
+        "dure: the studies of papers are a distribution of their own: pip install dure-studies.\n",
+    )
