@@ -18,9 +18,9 @@ SHARED = ("ranks", "said", "pair", "three")
 """Fixtures that take half a minute: the tests that use one of them run in one process."""
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def fork_server():
-    """One for all real runs of a module that ask for it: its start, which imports torch, takes seconds."""
+    """One for all real runs of a test process that ask for it: its start, which imports torch, takes seconds."""
     with ForkServer() as one:
         yield one
 

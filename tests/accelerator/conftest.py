@@ -11,3 +11,10 @@ def device():
     if reason := target.absent():
         pytest.skip(reason)
     return target.device_type()
+
+
+def pytest_collection_modifyitems(items):
+    """The stand-in is a product of its own, and takes a minute to build."""
+    for item in items:
+        if "/tests/accelerator/" in item.path.as_posix():
+            item.add_marker(pytest.mark.long)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from laws import LAWS, Law
+from laws import LAWS, representatives
 from oracles.test_resume import check_every_stop
-from support.purposes import soaked
 from support.real_runs import Trial, configured
 from support.runs import local, virtual
 
@@ -20,12 +18,6 @@ from dure.runtime.virtual.cluster import Cluster, Event, Machines
 from dure.runtime.virtual.compute import LogNormal
 
 SURVIVORS = [law for law in LAWS if law.survives]
-
-
-def first_of_each(laws: Sequence[Law]) -> list[Any]:
-    """One law of each method, and the others for `make soak`."""
-    first = list({law.method: law for law in reversed(laws)}.values())
-    return [*first, *soaked(*(law for law in laws if law not in first))]
 
 
 DEPENDENTS = [law for law in LAWS if not law.survives]
@@ -48,21 +40,21 @@ def test_every_method_has_a_law():
     assert {remedy for law in LAWS for remedy in law.remedies} == set(catalogue(REMEDY))
 
 
-@pytest.mark.parametrize("law", LAWS, ids=str)
+@pytest.mark.parametrize("law", representatives(LAWS), ids=str)
 def test_it_learns_though_one_worker_is_slow(law):
     run = virtual("digits-mlp", law.strategy, one_slow(), steps=law.steps, **law.options)
     assert run.summary["accuracy"] >= law.accuracy
     assert run.summary["samples"] > 0
 
 
-@pytest.mark.parametrize("law", first_of_each(LAWS), ids=str)
+@pytest.mark.parametrize("law", representatives(LAWS), ids=str)
 def test_it_learns_on_processes(law, fork_server):
     run = local("digits-mlp", law.strategy, fork_server=fork_server, workers=2, steps=law.steps, **law.options)
     assert run.outcome.history[-1]["accuracy"] >= law.accuracy
     assert [steps_of(run, rank) > 0 for rank in range(2)] == [True, True]
 
 
-@pytest.mark.parametrize("law", LAWS, ids=str)
+@pytest.mark.parametrize("law", representatives(LAWS), ids=str)
 def test_stopped_at_any_checkpoint_and_resumed_it_is_the_run_that_was_not(law, tmp_path):
     options = dict(law.options)
     check_every_stop("digits-mlp", tmp_path, one_slow(), strategy=law.strategy, steps=18, **options)
@@ -75,7 +67,7 @@ MOVED = {
 """Whose workers, if they survive each other, come to meet at other moments when one waits for a checkpoint."""
 
 
-@pytest.mark.parametrize("law", [law for law in LAWS if "overlap=true" not in law.strategy], ids=str)
+@pytest.mark.parametrize("law", representatives([law for law in LAWS if "overlap=true" not in law.strategy]), ids=str)
 def test_resumed_it_is_the_run_that_had_no_checkpoints(law, tmp_path):
     """What a checkpoint left out would be missing alike in two runs that both have it."""
     alone = law.survives and law.method in MOVED
@@ -87,7 +79,7 @@ def test_resumed_it_is_the_run_that_had_no_checkpoints(law, tmp_path):
     assert resumed["params_sha256"] == whole.summary["params_sha256"]
 
 
-@pytest.mark.parametrize("law", [law for law in LAWS if not law.tensors], ids=str)
+@pytest.mark.parametrize("law", representatives([law for law in LAWS if not law.tensors]), ids=str)
 def test_time_does_not_depend_on_the_values(law):
     """A timing-only run takes as long and sends as much as one with tensors."""
     options: dict[str, Any] = {"steps": 12, **law.options}
@@ -101,7 +93,7 @@ def test_time_does_not_depend_on_the_values(law):
 # ---- workers that die, stand still, or come late
 
 
-@pytest.mark.parametrize("law", SURVIVORS, ids=str)
+@pytest.mark.parametrize("law", representatives(SURVIVORS), ids=str)
 def test_in_virtual_time_workers_come_and_go(law):
     """One dies and comes back, one stands still for a while, one is there only from later on."""
     events = (
@@ -119,7 +111,7 @@ def test_in_virtual_time_workers_come_and_go(law):
     assert run.summary["loss"] < 2.5
 
 
-@pytest.mark.parametrize("law", DEPENDENTS, ids=str)
+@pytest.mark.parametrize("law", representatives(DEPENDENTS), ids=str)
 def test_in_virtual_time_a_pause_is_waited_for_and_a_death_ends_the_run(law):
     pause = one_slow(Event(at=0.1, kind="pause", worker=0, duration=0.3))
     paused = virtual("digits-mlp", law.strategy, pause, steps=20, **law.options)
@@ -129,20 +121,7 @@ def test_in_virtual_time_a_pause_is_waited_for_and_a_death_ends_the_run(law):
         virtual("digits-mlp", law.strategy, crash, steps=60, **law.options)
 
 
-AS_ANOTHER = {
-    "bmuf": "averaging", "diloco": "averaging", "one-shot": "averaging", "eamsgd": "easgd", "hogbatch": "hogwild",
-    "k-sync": "backup", "k-batch-sync": "backup", "k-async": "k-batch-async",
-}  # fmt: skip
-"""Methods whose workers are admitted, and missed, by the code that the named method also has: for `make soak`."""
-
-OUTLIVING = [law for law in SURVIVORS if law.method not in AS_ANOTHER]
-
-
-@pytest.mark.parametrize(
-    "law",
-    [*first_of_each(OUTLIVING), *soaked(*(law for law in SURVIVORS if law.method in AS_ANOTHER))],
-    ids=str,
-)
+@pytest.mark.parametrize("law", representatives(SURVIVORS), ids=str)
 def test_a_killed_process_is_outlived_and_a_newcomer_takes_part(law, fork_server, tmp_path):
     """Three processes: one is killed, and started again; the others hardly move until it has made a step."""
     trial = Trial(configured("digits_at_a_pace", law.strategy, workers=3, steps=200, data=tmp_path, **law.options))
@@ -177,7 +156,7 @@ def swap(path: Path, text: str) -> None:
     draft.replace(path)
 
 
-@pytest.mark.parametrize("law", DEPENDENTS, ids=str)
+@pytest.mark.parametrize("law", representatives(DEPENDENTS), ids=str)
 def test_a_killed_process_ends_a_run_that_needs_all_workers(law, fork_server):
     trial = Trial(configured("digits-mlp", law.strategy, workers=3, steps=100_000, **law.options))
     killed = []
