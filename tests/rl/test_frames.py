@@ -48,6 +48,7 @@ def test_stacks_are_those_that_were_inserted(alpha):
     for _ in range(60):
         insert(replay, 7)
         is_film(replay.sample(32, beta=0.4))
+    assert replay.inserted == 60 * 7
 
 
 def test_a_ring_that_is_too_small_grows():

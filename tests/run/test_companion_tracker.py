@@ -60,6 +60,7 @@ def test_figures_of_a_checkpoint_are_counted_on_by_the_nodes_that_it_has_no_stat
 
 def test_an_actor_that_is_killed_while_it_makes_progress_is_always_started_again(tracker):
     fail(tracker, KILLED, 10 * LIMIT, steps=iter(range(1, 1000)))
+    assert tracker.figures()["actor 0"]["steps"] == 10 * LIMIT
 
 
 @pytest.mark.parametrize("status", [KILLED, RAISED])

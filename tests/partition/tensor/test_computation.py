@@ -79,9 +79,11 @@ def test_a_paused_function_is_unwound_at_the_end():
 
 
 def test_a_thread_ends_with_its_owner():
-    thread = PausingThread()
-    thread.start(lambda: None)
+    thread, ran_in = PausingThread(), []
+    thread.start(lambda: ran_in.append(threading.current_thread()))
     del thread
+    ran_in[0].join(10.0)
+    assert not ran_in[0].is_alive()
 
 
 # ---- runs

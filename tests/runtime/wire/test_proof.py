@@ -156,6 +156,7 @@ def test_a_host_s_proof_is_not_taken_for_a_caller_s(world):
         host.meet(reflecting.mine)
         raw.sock.sendall(frame(Kind.PROOF, reflecting.mine + host.proof))
         world.until(lambda: server.refused == 1, server)
+        assert server.refused == 1
 
 
 def relayed(world, server, host, port, change=lambda data: data):

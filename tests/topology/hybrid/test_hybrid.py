@@ -337,7 +337,9 @@ def test_what_makes_no_sense_is_refused_before_anything_starts(strategy, options
 
 
 def test_without_rows_any_optimizer_will_do():
-    virtual(bags(), "bsp hybrid:servers=shift", workers=2, steps=2, optimizer="adam")
+    options = {"workers": 2, "steps": 2, "optimizer": "adam", "dtype": "float64"}
+    over_servers = virtual(bags(), "bsp hybrid:servers=shift", **options)
+    assert (over_servers.params - virtual(bags(), "bsp", **options).params).abs().max() < 1e-12
 
 
 def test_a_run_without_data_is_refused():
