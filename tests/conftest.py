@@ -1,5 +1,7 @@
 """A full run says how much it ran, and fails if that is less than it ought to be: a check must prove that it ran."""
 
+from collections import defaultdict
+
 import pytest
 
 from dure.runtime.launch.fork_server import ForkServer
@@ -25,7 +27,21 @@ def fork_server():
         yield one
 
 
+def sample(items):
+    """Leave the other cases of each test that is marked `sampled(count)` to `make all`; those kept are spread evenly."""
+    cases = defaultdict(list)
+    for item in items:
+        if mark := item.get_closest_marker("sampled"):
+            cases[item.path, item.originalname, mark.args[0]].append(item)
+    for (_, _, count), of_test in cases.items():
+        kept = {round(number * (len(of_test) - 1) / max(count - 1, 1)) for number in range(count)}
+        for number, item in enumerate(of_test):
+            if number not in kept:
+                item.add_marker(pytest.mark.long)
+
+
 def pytest_collection_modifyitems(items):
+    sample(items)
     for item in items:
         for name in SHARED:
             if name in getattr(item, "fixturenames", ()):

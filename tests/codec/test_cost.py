@@ -39,6 +39,7 @@ STEP = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("strategy", STEP)
 def test_a_step_takes_what_its_coders_take(strategy: str) -> None:
     codec, seconds = STEP[strategy]

@@ -61,6 +61,7 @@ def layout_of(numel, cut=7):
     return SliceLayout(numel, tuple(bounds), tuple(i < len(bounds) - 2 for i in range(len(bounds) - 1)))
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", CODECS)
 @settings(max_examples=20, deadline=None)
 @given(values=vectors())
@@ -80,6 +81,7 @@ def test_messages_are_bytes_within_their_bound_and_decode(name, values):
     torch.testing.assert_close(added, 1 - 2 * out, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", FED_BACK)
 @settings(max_examples=20, deadline=None)
 @given(data=st.data(), numel=st.integers(0, 60))
@@ -155,6 +157,7 @@ def test_enormous_numbers_stay_numbers(name):
 LARGEST = torch.finfo(torch.float32).max
 
 
+@pytest.mark.sampled(30)
 @pytest.mark.parametrize("name", CODECS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("signs", ["positive", "alternating", "turning", "one"])
@@ -181,6 +184,7 @@ def test_a_sum_that_overflows_is_still_of_numbers():
     assert Sign().coder(SliceLayout.plain(4)).encode(values).tolist() == [15]
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", CODECS)
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())

@@ -32,6 +32,7 @@ def both(method: str, codec: str) -> tuple[tuple[float, int], tuple[float, int]]
     return real, figures(f"{method} {codec}", timing_only=True)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("codec", FIXED)
 @pytest.mark.parametrize("method", METHODS)
 def test_messages_of_a_fixed_length_are_exact(method, codec):
@@ -39,6 +40,7 @@ def test_messages_of_a_fixed_length_are_exact(method, codec):
     assert timed == real
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("codec", BY_VALUE)
 @pytest.mark.parametrize("method", ["bsp collective", "bsp ps:shards=2"])
 def test_messages_whose_length_depends_on_values_have_the_length_of_the_first_gradients(method, codec):

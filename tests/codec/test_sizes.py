@@ -50,6 +50,7 @@ def test_ternary_signs_are_near_their_entropy(zeros):
     assert size(Ternary("planes"), values) == 2 * math.ceil(N / 8)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("density", [0.001, 0.01, 0.05])
 @pytest.mark.parametrize(("coding", "slack"), [("range", 1.03), ("rice", 1.08)])
 def test_gaps_are_near_their_empirical_entropy(density, coding, slack):

@@ -161,6 +161,7 @@ def channel(profile, decide, rounds, numel=200):
     return wrong
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("profile", "majority", "pooled"),
     [
@@ -174,6 +175,7 @@ def test_errors_of_votes_over_a_channel(profile, majority, pooled):
     assert channel(profile, LogLikelihood("worker").decide, rounds=200) == pytest.approx(pooled, abs=0.01)
 
 
+@pytest.mark.long
 def test_one_good_worker_is_found_among_many_bad_ones():
     """As good as it is by itself, 0.15; what it was taken for under other weights has to be forgotten."""
     profile = [0.45] * 14 + [0.15]
@@ -183,6 +185,7 @@ def test_one_good_worker_is_found_among_many_bad_ones():
     assert channel(profile, remembering.decide, rounds=500) > 0.18
 
 
+@pytest.mark.long
 def test_reliabilities_are_estimated_without_bias():
     profile = [0.4] * 8 + [0.3] * 4 + [0.2] * 3
     vote = LogLikelihood("worker", start=10, forget=0.98)
@@ -214,6 +217,7 @@ def test_where_nothing_is_news_all_go_on_with_equal_weights():
     assert torch.equal(decision, majority)
 
 
+@pytest.mark.long
 def test_one_estimate_per_coordinate_locks_onto_one_good_worker():
     profile = [0.45] * 14 + [0.15]
     error = channel(profile, LogLikelihood("coordinate", start=50).decide, rounds=700)

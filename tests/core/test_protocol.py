@@ -241,7 +241,7 @@ def test_nothing_that_is_sent_ends_a_server(live):
     methods = [("shard", name) for name in Shard.protocol] + [("clock", name) for name in ClockService.protocol]
     waits = {"join", "ask", "next", "offer", "watch"}  # those may be answered late, and rightly
 
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=50, deadline=None)
     @given(st.sampled_from(methods), st.dictionaries(NAMES, VALUES, max_size=5), st.integers(0, 2))
     def send(method, fields, right):
         service, name = method

@@ -76,6 +76,7 @@ def alone(batch_size: int, dtype: str, optimizer: str) -> Tensor:
     return torch.nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 @pytest.mark.parametrize("workers", [2, 3, 4])
@@ -86,6 +87,7 @@ def test_bsp_is_one_worker_with_the_whole_batch(workers, topology, dtype):
     assert distance(run.params, alone(8 * workers, dtype, "sgd")) < TOLERANCE[dtype]
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam"])
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_bsp_weighs_unequal_batches(topology, optimizer):
@@ -148,6 +150,7 @@ def test_averaging_over_servers_is_averaging_over_collectives(steps):
 # ---- servers: neither their number nor the cut changes a bit
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum:nesterov=true,weight_decay=0.01", "adagrad", "adam"])
 @pytest.mark.parametrize("sync", ["bsp", "ssp:bound=2", "downpour", "averaging:period=2"])
 def test_results_do_not_depend_on_the_shards(sync, optimizer):

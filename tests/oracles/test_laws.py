@@ -47,6 +47,7 @@ def test_it_learns_though_one_worker_is_slow(law):
     assert run.summary["samples"] > 0
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("law", representatives(LAWS), ids=str)
 def test_it_learns_on_processes(law, fork_server):
     run = local("digits-mlp", law.strategy, fork_server=fork_server, workers=2, steps=law.steps, **law.options)
@@ -54,6 +55,7 @@ def test_it_learns_on_processes(law, fork_server):
     assert [steps_of(run, rank) > 0 for rank in range(2)] == [True, True]
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("law", representatives(LAWS), ids=str)
 def test_stopped_at_any_checkpoint_and_resumed_it_is_the_run_that_was_not(law, tmp_path):
     options = dict(law.options)
@@ -121,6 +123,7 @@ def test_in_virtual_time_a_pause_is_waited_for_and_a_death_ends_the_run(law):
         virtual("digits-mlp", law.strategy, crash, steps=60, **law.options)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("law", representatives(SURVIVORS), ids=str)
 def test_a_killed_process_is_outlived_and_a_newcomer_takes_part(law, fork_server, tmp_path):
     """Three processes: one is killed, and started again; the others hardly move until it has made a step."""

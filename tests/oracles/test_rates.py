@@ -22,6 +22,7 @@ TOGETHER: dict[str, Any] = {"workers": 3, "batch_sizes": SIZES, "steps": 12}
 OVER = ["collective", "collective:algorithm=ring", "ps", "ps:shards=3,split=memory", "ps:shards=2,split=layer"]
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("topology", OVER)
 def test_bsp_is_pytorch_on_the_whole_batch(kind, topology):
@@ -41,6 +42,7 @@ def test_either_alone(groups, schedule, topology):
 REAL = [(rate_jobs, "adam", "collective"), (rate_jobs, "momentum", "ps:shards=2"), (row_jobs, "grouped", "hybrid")]
 
 
+@pytest.mark.long
 def test_bsp_is_pytorch_on_processes():
     with ForkServer() as fork_server:
         for file, name, topology in REAL:

@@ -302,6 +302,7 @@ def test_resumed_is_uninterrupted(strategy, partition, tmp_path):
 # ---- on processes
 
 
+@pytest.mark.long
 def test_servers_on_processes_are_the_virtual_ones_also_after_a_failure(fork_server, tmp_path):
     """All stages go back to the checkpoint together, so that no step is lost and none is made twice."""
     options = {"workers": 4, "steps": 60, "eval_every": 20, "checkpoint_every": 20, "seed": 3}

@@ -93,11 +93,13 @@ def check_every_stop(job: str | Job, folder: Path, on: Cluster, **options: Any) 
         assert read_history(killed / "history.jsonl") == read_history(folder / "whole" / "history.jsonl")
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("strategy", "optimizer"), [*zip(STRATEGIES, ["momentum", "adam"] * 4, strict=True)])
 def test_resumed_is_uninterrupted(strategy, optimizer, tmp_path):
     check_every_stop("digits-mlp", tmp_path, cluster(), strategy=strategy, optimizer=optimizer, steps=18)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("strategy", STRATEGIES[::2])
 def test_with_running_statistics_and_dropout(strategy, tmp_path):
     check_every_stop(jobs()["norm-and-dropout"], tmp_path, cluster(), strategy=strategy, steps=18)
@@ -136,6 +138,7 @@ EVENTS = (
 )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("strategy", OVER_SERVERS)
 def test_with_workers_that_come_and_go(strategy, tmp_path):
     """Events before, between and after the checkpoints, some of which last beyond one."""
@@ -148,6 +151,7 @@ def test_with_pauses_over_collectives(strategy, tmp_path):
     check_every_stop("digits-mlp", tmp_path, cluster(*events), strategy=strategy, steps=18)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy", STRATEGIES[3::2])
 def test_timing_only(strategy, tmp_path):
     check_every_stop("digits-mlp", tmp_path, cluster(), strategy=strategy, steps=18, timing_only=True)
@@ -220,6 +224,7 @@ def test_over_collectives_checkpoints_change_nothing_at_all(events, tmp_path):
     assert with_them == without
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("strategy", ["bsp ps:shards=2", "averaging:period=3 collective", "averaging:period=3 ps"])
 @pytest.mark.parametrize("optimizer", ["momentum", "adam"])
 def test_lockstep_checkpoints_do_not_change_the_result(strategy, optimizer, tmp_path):
@@ -284,6 +289,7 @@ def test_a_real_run_is_resumed(strategy, tmp_path, fork_server):
             assert resumed.summary[key] == pytest.approx(whole.summary()[key], rel=0.1, abs=introductions), key
 
 
+@pytest.mark.long
 def test_the_run_of_a_killed_launcher_is_resumed(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(Path(dure.__file__).parents[1])}
     command = [sys.executable, "-m", "dure", "train"]

@@ -125,6 +125,7 @@ def test_a_crash_leaves_rows_what_they_say(strategy):
     assert all(2 * row["step"] <= row["updates"] <= members(strategy) * row["step"] for row in run.rows)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("strategy", [*SYNCHRONOUS, *ONE_BY_ONE, *SEVERAL])
 def test_a_resumed_run_has_the_rows_of_the_whole_one(strategy, tmp_path):
     options: dict[str, Any] = {"steps": STEPS, "eval_every": 2, "checkpoint_every": 6, "out": tmp_path}
@@ -185,6 +186,7 @@ def real(job: str, strategy: str, fork_server: ForkServer) -> Finished:
     return local(name, strategy, fork_server=fork_server, workers=2, steps=STEPS, eval_every=2)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "strategy",
     [

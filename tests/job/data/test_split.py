@@ -29,6 +29,7 @@ def test_text_names_the_split_and_is_its_name(text: str) -> None:
     assert str(parse_split(text)) == text
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("text", SPLITS)
 @laws
 @given(samples=st.integers(6, 60), batch_sizes=sizes, seed=st.integers(0, 2**40))
