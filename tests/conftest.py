@@ -28,7 +28,7 @@ def fork_server():
 
 
 def sample(items):
-    """Leave the other cases of each test that is marked `sampled(count)` to `make all`; those kept are spread evenly."""
+    """Leave the cases of a test that is marked `sampled(count)` to `make all`, but for `count`, spread evenly."""
     cases = defaultdict(list)
     for item in items:
         if mark := item.get_closest_marker("sampled"):

@@ -69,6 +69,7 @@ def test_a_timetable_is_folded_at_the_width():
 # ---- SVG
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", [*ordered(), *MORE])
 @pytest.mark.parametrize("stages", [4, *soaked(1, 2, 8)])
 def test_a_picture_shows_each_action_with_the_weights_it_reads(name, stages):
@@ -181,6 +182,7 @@ def test_multi_version_reads_each_version_in_turn_after_the_updates_of_that_vers
     assert f"version 3 of the {versions} of the model" in shown
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", ordered())
 def test_the_staleness_of_a_member_is_that_of_its_order(name):
     for stages in range(1, 9):

@@ -83,6 +83,7 @@ def test_the_bytes_of_tied_parameters():
             assert sent == 8 * 5 * (10 * borders[rank] + ties[rank]), (rank, timing_only)
 
 
+@pytest.mark.long
 def test_exchanges_on_processes():
     """The same bits and the same payload as in virtual time, of tied parameters and of norms."""
     strategy, options = (

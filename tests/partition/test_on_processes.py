@@ -79,6 +79,7 @@ def test_a_pipeline_on_processes_is_the_virtual_one_bit_for_bit(job, partition, 
     check_equal(*both(fork_server, job, f"bsp collective {partition}", stages(partition)))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("partition", [PARTITIONS[0], PARTITIONS[4], *soaked(PARTITIONS[1], *PARTITIONS[5:6])])
 def test_two_pipelines_on_processes_are_the_virtual_ones(partition, fork_server):
     """A sum of two is the same in either order, so even over an all-reduce of the engine all bits are equal."""

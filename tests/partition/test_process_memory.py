@@ -41,6 +41,7 @@ def resident() -> int:
     return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not can_limit_memory(), reason="only root can limit the memory of processes, in a control group")
 def test_two_processes_train_a_model_that_one_process_has_no_room_for():
     options = OPTIONS | {"optimizer": "momentum:lr=0.01"}

@@ -51,6 +51,7 @@ def with_skew(run, histogram):
     return replace(run, figures=figures)
 
 
+@pytest.mark.long
 def test_pulls_of_inconsistent_models_have_a_histogram(made):
     runs = [with_skew(made("downpour"), {"0": 30, "2": 10}), with_skew(made("bsp"), {"0": 40}), made("ad-psgd")]
     text = page(runs)

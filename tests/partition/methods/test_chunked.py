@@ -53,6 +53,7 @@ def test_a_split_backward_keeps_the_sets_of_its_timetable(stages, kind):
     assert [stage.counts.staleness for stage in run.stages] == [{0: 3}] * stages
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("partition", [CHUNKED[0], *soaked(*CHUNKED[1:3])])
 def test_chunks_on_processes_are_those_in_virtual_time_bit_for_bit(partition):
     with ForkServer() as server:

@@ -129,6 +129,7 @@ def test_snapshots_make_ddg_pipedream_and_rematerialisation_changes_no_bit():
     assert run.finished.seconds == play("pipedream", 3).finished.seconds
 
 
+@pytest.mark.long
 def test_on_processes_bits_and_bytes_are_those_of_virtual_time():
     options = {"partition": split("ddg", 3), "workers": 3, "steps": STEPS, "dtype": "float64"}
     real, modelled = local(f"{chains.__file__}:dense", "bsp", **options), play("ddg", 3)

@@ -33,6 +33,7 @@ def network(*dense: int) -> nn.Sequential:
     return nn.Sequential(*trunk, *head[:-1]).double()
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("dense", [(6, 5), (8, 6, 3), (2,)])  # pairs of dense layers, one left over, and none
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -78,6 +79,7 @@ def test_runs_equal_those_of_whole_networks(scheme, workers):
     torch.testing.assert_close(split.params, whole.params, rtol=0, atol=1e-12)
 
 
+@pytest.mark.long
 def test_processes_give_the_bits_of_virtual_time():
     text, strategy = f"{HERE}:conv_job", "bsp collective one-weird-trick:ways=2,scheme=mixed"
     virtually = virtual(text, strategy, workers=2, **OPTIONS)

@@ -72,6 +72,7 @@ def test_processes_give_the_bits_of_virtual_time(fork_server, strategy, workers)
     assert virtually.summary["bytes_sent"] == really.summary["bytes_sent"]
 
 
+@pytest.mark.long
 def test_downpour_trains_replicas_that_are_split_by_units():
     """One replica over servers reads what it wrote, so it is SGD."""
     options = OPTIONS | {"optimizer": "sgd:lr=0.1"}

@@ -52,6 +52,7 @@ def assignments(layers: list[UnitLayer], machines: int) -> list[Assignment]:
     return [*found, by_layers(layers, machines)] if machines <= len(layers) else found
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("name", "machines"), list(product(MODELS, range(1, 6))))
 def test_any_assignment_equals_one_machine_and_sends_each_unit_once_to_a_machine(name: str, machines: int) -> None:
     torch.manual_seed(machines)
