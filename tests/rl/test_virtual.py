@@ -202,6 +202,7 @@ def test_a_bundle_whose_learner_joins_later_learns():
 # ---- checkpoints
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("job", "strategy", "workers"),
     [

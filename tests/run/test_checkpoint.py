@@ -124,6 +124,7 @@ def test_nothing_but_damage_says_what_was_found(tmp_path):
         checkpoint.load(tmp_path)
 
 
+@pytest.mark.long
 def test_nothing_is_unpickled(tmp_path):
     """A run that saves and resumes, and a checkpoint whose tensors are a pickle, where unpickling ends the process."""
     result = python(
@@ -231,6 +232,7 @@ def check_previous(folder: Path, step: int) -> None:
     assert (folder / "LATEST").read_text() == f"step-{step}"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy", ["bsp collective", "ssp ps"])
 def test_a_file_that_may_not_grow_costs_a_checkpoint_and_not_the_run(tmp_path, caplog, strategy):
     """Model files are above the limit, everything else is below it."""
@@ -249,6 +251,7 @@ def test_a_file_that_may_not_grow_costs_a_checkpoint_and_not_the_run(tmp_path, c
     assert again.summary()["params_sha256"] == whole.summary()["params_sha256"]
 
 
+@pytest.mark.long
 def test_one_process_that_cannot_write_costs_a_real_run_a_checkpoint(tmp_path, caplog):
     """The workers' parts are above the limit, those of the servers below it."""
     with largest_file(16_000), caplog.at_level(logging.WARNING, "dure"):
@@ -260,6 +263,7 @@ def test_one_process_that_cannot_write_costs_a_real_run_a_checkpoint(tmp_path, c
     assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("on", ["virtual", "local"])
 def test_a_full_disk_costs_a_checkpoint_and_not_the_run(tmp_path, caplog, on):
     with small_disk(tmp_path / "disk", 160) as disk, caplog.at_level(logging.WARNING, "dure"):

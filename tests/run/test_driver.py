@@ -55,6 +55,7 @@ def check_exactly_once(trial, notes, outcome, kills):
 # ---- workers that die
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "strategy",
     ["ssp:bound=3 ps:shards=3", "downpour:at_once=true ps", *soaked("ssp:bound=3 ps", "downpour ps:shards=3")],
@@ -114,6 +115,7 @@ def test_a_server_that_dies_ends_the_run_with_one_sentence(run):
     assert time.monotonic() - kill.happened[0] < 5
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("job", "cause"),
     [
@@ -169,6 +171,7 @@ def test_a_worker_that_dies_before_it_has_joined_is_not_waited_for(fork_server):
 # ---- workers that come
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy", ["ssp:bound=2 ps:shards=2", "bsp ps:shards=2"])
 def test_a_worker_that_comes_late_takes_part(run, strategy):
     come = when(lambda trial: trial.driver.steps("worker 0") > 20, lambda trial: trial.driver.start("worker 2"))
@@ -360,6 +363,7 @@ def children_of(pid):
     return descendants(pid)[:1]
 
 
+@pytest.mark.long
 def test_runs_leave_no_descriptors_threads_or_zombies_behind(run):
     for strategy in ("bsp", "ssp ps"):
         run("small", strategy, workers=2, steps=5)
@@ -393,6 +397,7 @@ def setups():
 # ---- other shapes and ends
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("strategy", "workers"),
     [("bsp", 1), ("ssp ps", 1), ("bsp ps:shards=4", 8), ("ssp ps:shards=2,colocated=true", 2)],
@@ -411,6 +416,7 @@ def test_a_worker_for_which_no_group_is_left_ends_in_order(run, strategy):
     assert not trial.driver.roster.failed
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy", ["bsp", "averaging:period=7", "ssp ps"])
 def test_a_run_ends_by_its_seconds(run, strategy):
     trial, outcome = run("waits_now_and_then", strategy, workers=3, seconds=1.5)

@@ -49,6 +49,7 @@ ONCE = {"resolve": 1, "chosen": 1, "check": 1}
 SHORT = ("train", "quadratic", "--sync", "ssp", "--steps", "4", "--workers", "2")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("on", ["virtual", "local"])
 def test_a_run_is_resolved_and_its_strategy_checked_once(counts, on):
     assert main([*SHORT, "--on", on]) == 0

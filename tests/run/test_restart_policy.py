@@ -123,6 +123,7 @@ def test_where_order_counts_everybody_goes_back_and_the_result_is_that_of_no_kil
     assert outcome.totals.counts["updates_applied"] == 360
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("victim", "lives"), [("server 1", 2), ("worker 1", 1)])
 def test_workers_follow_verdicts_after_a_server_or_a_worker_was_killed(victim, lives, tmp_path, fork_server):
     """Each life that starts late pulls model and velocity, and goes on by verdicts; all models are the servers'."""
@@ -180,6 +181,7 @@ def test_an_error_of_a_worker_of_a_pipeline_takes_nobody_back(tmp_path, fork_ser
     assert len(trial.drivers) == 1
 
 
+@pytest.mark.long
 def test_the_clock_of_updates_on_arrival_takes_everybody_back(tmp_path, fork_server):
     options = {"workers": 2, "steps": 320, "checkpoint_every": 80, "out": tmp_path / "run"}
     trial = Trial(configured("waits_now_and_then", "downpour ps:shards=2", **options))

@@ -158,6 +158,7 @@ def test_a_method_as_an_object_is_what_it_says(over_servers, tmp_path):
     assert run.summary()["samples"] == 2 * 6 * 32
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("on", ["virtual", "local"])
 def test_what_is_of_this_start_alone_may_be_other(on, tmp_path):
     """More steps, other checkpoints, a trace, a device: the result is that of the longer run."""

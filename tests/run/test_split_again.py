@@ -64,6 +64,7 @@ def test_a_run_goes_on_with_other_splits_as_one_of_whole_models(job, splits, on,
     assert run.summary()["staleness"]["histogram"] == {"0": steps * splits[-1][1]}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("job", "splits"),
     [

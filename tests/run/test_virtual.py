@@ -80,6 +80,7 @@ def test_the_run_of_the_readme_twice():
     assert train(0, steps=5)["params_sha256"] != train(1, steps=5)["params_sha256"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_random_compute_times_repeat(strategy):
     cluster = Cluster(machines=(Machines(count=5, compute=LogNormal(sigma=0.5)),))
@@ -89,6 +90,7 @@ def test_random_compute_times_repeat(strategy):
     assert same[0] != same[2]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_unequal_shares_repeat(strategy):
     """The bits of a run follow from its seed, the shares of its messages too."""
@@ -125,6 +127,7 @@ def test_gradients_change_nothing_about_time(strategy):
     assert with_gradients == without
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "remedy", [*REMEDIES, "dc-asgd:mode=adaptive", "dc-asgd:mode=adaptive,squares=shared,clip=true"]
 )
@@ -160,6 +163,7 @@ def test_buffers_without_values_have_their_size(strategy, tmp_path):
     assert run("timed", timing_only=True) == run("real")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("workers", "steps"), [(64, 10), (300, 2)])
 def test_many_workers_without_gradients_take_the_same_time(workers, steps):
     job = load_job("digits-mlp", hidden=8)
@@ -496,6 +500,7 @@ def added(strategy: str, table: str, key: str, **options: Any) -> dict[str, int]
 MORE = (SIZES[1] - SIZES[0]) * 4
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("shards", [1, 2, 4])
 @pytest.mark.parametrize(("sync", "pulls"), [("bsp", 11), ("ssp", 11), ("downpour", 10)])
 def test_servers_take_one_model_up_and_one_down_per_step(sync, pulls, shards):
@@ -521,6 +526,7 @@ def test_averaging_over_servers_travels_once_per_period():
         assert set(added(strategy, "per_worker", key, **options).values()) == {3 * MORE}  # at 5, 10 and the end
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize(("strategy", "times"), [("bsp", 12), ("averaging:period=5", 3)])
 @pytest.mark.parametrize("workers", [1, 2, 3, 5])
@@ -613,6 +619,7 @@ def test_more_servers_than_parameters_are_refused():
         dure.train("quadratic", topology="ps:shards=500", on="virtual", steps=1)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy", ["bsp", "ssp ps:shards=2", "averaging"])
 def test_steps_leave_nothing_to_the_collector_of_cycles(strategy):
     """What a step has made is free at once, and its memory used again: with many workers, caches hold it then."""
