@@ -31,7 +31,8 @@ def sample(items):
     """Leave the cases of a test that is marked `sampled(count)` to `make all`, but for `count`, spread evenly."""
     cases = defaultdict(list)
     for item in items:
-        if mark := item.get_closest_marker("sampled"):
+        mark = item.get_closest_marker("sampled")
+        if mark and not (item.get_closest_marker("soak") or item.get_closest_marker("long")):
             cases[item.path, item.originalname, mark.args[0]].append(item)
     for (_, _, count), of_test in cases.items():
         kept = {round(number * (len(of_test) - 1) / max(count - 1, 1)) for number in range(count)}

@@ -60,11 +60,12 @@ if __name__ == "__main__":
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory):
-    """What each block raised: all run in one process, in folders and namespaces of their own, so that torch is
-    imported once."""
+def said(tmp_path_factory, request):
+    """What each block of a test that was asked for raised: all run in one process, in folders and namespaces of their
+    own, so that torch is imported once."""
+    asked = [item.callspec.params for item in request.session.items if "said" in getattr(item, "fixturenames", ())]
     folders = {}
-    for page, index in CODE:
+    for page, index in ((params["page"], params["index"]) for params in asked):
         folders[page, index] = tmp_path_factory.mktemp(page.stem)
         (folders[page, index] / "block.py").write_text(blocks(page)[index], encoding="utf-8")
     program = tmp_path_factory.mktemp("program") / "run_all.py"
@@ -77,12 +78,18 @@ def said(tmp_path_factory):
 
 @pytest.mark.xdist_group("blocks")
 @pytest.mark.parametrize(
-    ("page", "index"), CODE, ids=lambda value: value.name if isinstance(value, Path) else str(value)
+    ("page", "index"),
+    [
+        (page, index) if page.stem in ("README", "add-a-method") else pytest.param(page, index, marks=pytest.mark.long)
+        for page, index in CODE
+    ],
+    ids=lambda value: value.name if isinstance(value, Path) else str(value),
 )
 def test_python_blocks_run(page, index, said):
     assert said[page, index] == ""
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "example",
     [

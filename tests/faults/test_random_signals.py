@@ -10,6 +10,7 @@ import pytest
 SCRIPT = Path(__file__).parents[1] / "soak" / "random_signals.py"
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="it looks at processes in /proc")
 @pytest.mark.timeout(600)
 def test_a_random_signal_leaves_nothing_behind_and_the_run_says_why_it_ended(tmp_path):

@@ -15,7 +15,7 @@ from accelerator import target
 
 GPU = Path(__file__).parents[2] / "bench" / "gpu"
 SCRIPTS = sorted(path for path in GPU.glob("[!_]*.py") if path.stem != "all_checks")
-pytestmark = [pytest.mark.xdist_group("accelerator"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.xdist_group("accelerator"), pytest.mark.timeout(600), pytest.mark.long]
 
 RUN_ALL = """
 import runpy, sys

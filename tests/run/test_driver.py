@@ -10,7 +10,7 @@ import threading
 import time
 
 import pytest
-from support.purposes import soaked
+from support.purposes import long, soaked
 from support.real_runs import Killer, Notes, Trial, configured, descendants, descriptors, gone_within
 
 from dure.errors import DureError
@@ -55,20 +55,23 @@ def check_exactly_once(trial, notes, outcome, kills):
 # ---- workers that die
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
-    "strategy",
-    ["ssp:bound=3 ps:shards=3", "downpour:at_once=true ps", *soaked("ssp:bound=3 ps", "downpour ps:shards=3")],
+    ("strategy", "kills"),
+    [
+        ("ssp:bound=3 ps:shards=3", 3),
+        *long(("ssp:bound=3 ps:shards=3", 10), ("downpour:at_once=true ps", 10)),
+        *soaked(("ssp:bound=3 ps", 10), ("downpour ps:shards=3", 10)),
+    ],
 )
-def test_ten_kills_in_the_middle_of_pushes_lose_nothing_and_repeat_nothing(strategy, tmp_path, fork_server):
-    trial = Trial(configured("counted", strategy, workers=4, steps=800, data=tmp_path))
-    killer = Killer(10, seed=3, pause=0.05)
+def test_kills_in_the_middle_of_pushes_lose_nothing_and_repeat_nothing(strategy, kills, tmp_path, fork_server):
+    trial = Trial(configured("counted", strategy, workers=4, steps=80 * kills, data=tmp_path))
+    killer = Killer(kills, seed=3, pause=0.05)
     outcome = trial.run(killer, fork_server=fork_server)
     notes = Notes(tmp_path)
-    assert len(killer.killed) == 10
+    assert len(killer.killed) == kills
     assert notes.cut_short, "no kill came while something was pushed: the fault did not fire"
-    assert outcome.totals.failures_survived == 10
-    check_exactly_once(trial, notes, outcome, kills=10)
+    assert outcome.totals.failures_survived == kills
+    check_exactly_once(trial, notes, outcome, kills=kills)
     if strategy == "ssp:bound=3 ps:shards=3":
         assert trial.driver.logs[0] == trial.driver.logs[1] == trial.driver.logs[2]
     assert trial.driver.roster.finished.keys() == {f"worker {rank}" for rank in range(4)}
@@ -300,6 +303,7 @@ def test_the_end_of_the_fork_server_ends_the_run_and_its_processes():
     assert gone_within(trial.pids(), 5)
 
 
+@pytest.mark.long
 def test_a_kill_under_collectives_is_exit_status_1():
     process = command("--sync", "bsp")
     time.sleep(0.5)

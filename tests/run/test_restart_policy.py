@@ -69,6 +69,7 @@ def in_order(log: list[tuple[int, int, int]], worker: int) -> list[int]:
     return [seq for who, _, seq in log if who == worker]
 
 
+@pytest.mark.long
 def test_servers_that_apply_on_arrival_come_back_alone_and_apply_nothing_twice(tmp_path, fork_server):
     out, notes_folder = tmp_path / "run", tmp_path / "notes"
     notes_folder.mkdir()

@@ -61,6 +61,7 @@ def run_digits(strategy: str, steps: int, workers: int = 3, **options: Any) -> F
 # ---- what it is
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("nesterov", ["true", "false"])
 @pytest.mark.parametrize("steps", [8, 11])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -101,6 +102,7 @@ def by_torch(steps: int, period: int, *, momentum: float, zeta: float, nesterov:
     return outer.detach() - lookahead
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("steps", [4, 8, 20, 22])
@@ -150,6 +152,7 @@ def test_workers_with_the_same_data_are_one_worker(text):
 # ---- the gain, and where it is stable
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("topology", ["collective", "ps"])
 @pytest.mark.parametrize("nesterov", ["true", "false"])
 def test_a_lasting_change_is_amplified_by_one_over_one_minus_momentum(topology, nesterov):
@@ -161,6 +164,7 @@ def test_a_lasting_change_is_amplified_by_one_over_one_minus_momentum(topology, 
     assert (ends[1] - ends[0]) / change == pytest.approx(10, rel=1e-6)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("topology", "period"), [("collective", 1), ("collective", 3), ("ps", 1)])
 @pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])
 @pytest.mark.parametrize("nesterov", [True, False])
@@ -223,6 +227,7 @@ def streamed(steps: int, method: BMUF, workers: int = 3) -> Tensor:
     return model
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(
     ("overlap", "fragments"), [(0, 1), (0, 3), (1, 1), (3, 1), (6, 1), (2, 3), (6, 2), (6, 6), (5, 4)]
 )
@@ -332,6 +337,7 @@ def test_servers_keep_the_momentum_while_workers_come_and_go(nesterov):
     assert abs(float(outcome.params) - float(undisturbed.params)) <= 2 * steady
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("text", ["bmuf:period=4,zeta=0.7,overlap=2,fragments=3", "diloco:period=4 ps"])
 def test_a_loop_of_ones_own(text):
     """The user's optimizer inside; outside, the method's own momentum, on servers too."""

@@ -123,6 +123,7 @@ def test_it_is_the_loop_of_the_paper(momentum, topology):
     assert abs(z - late[1]) > 1e-3, "the force is taken before the gradient step"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("lr", [0.1, 1.0, 1.5])
 def test_round_robin_is_stable_up_to_its_limit(lr):
     """A step of one worker is a symmetric map of (x, z); it expands nothing while alpha <= (4 - 2 lr) / (4 - lr)."""
@@ -193,6 +194,7 @@ def test_its_result_is_the_center_on_processes_too(fork_server):
     assert over_servers.params.isfinite().all()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("topology", ["ps", "collective"])
 def test_in_a_loop_of_ones_own_the_model_becomes_the_center(topology):
     """Alone with its center: evaluation shows it, and the end leaves it."""

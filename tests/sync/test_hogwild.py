@@ -241,6 +241,7 @@ def loss_of_one_alone():
     return virtual(sparse_jobs.sparse(), "hogwild", workers=1, steps=5000).rows[-1]["loss"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "strategy", ["hogwild", *soaked("hogwild shared:mode=atomic,locks=8", "hogbatch:batch=4,scale=sum")]
 )
@@ -282,6 +283,7 @@ def test_updates_of_processes_add_up(mode, fork_server):
         assert values.tolist() == [1200.0] * 64
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mode", ["racy", "atomic"])
 def test_killed_workers_lose_one_update_each_at_most(mode, fork_server):
     trial = trial_of("ones", f"hogwild shared:mode={mode}", workers=3, steps=3000)

@@ -230,6 +230,7 @@ def check(measured: tuple[float, int], mean: float, variance: float) -> None:
     assert abs(seconds - mean) < 3 * math.sqrt(variance / updates), f"{seconds} after {updates} updates"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("method", ["k-sync:k=5", "backup:backups=3", "k-async:k=5"])
 def test_an_update_takes_as_long_as_the_fifth_of_eight(method):
     """H_8 - H_3; for exponential times K-async's too, since the rest of a step is as long as a whole one."""
@@ -252,6 +253,7 @@ def test_where_the_rest_of_a_step_is_shorter_than_a_whole_one_k_async_is_faster_
     assert 0.625 < seconds["k-async"] < 0.9 * seconds["k-sync"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("method", ["k-batch-sync:k=5", "k-batch-async:k=5"])
 def test_five_mini_batches_of_eight_workers_take_five_eighths(method):
     check(seconds_per_update(method, 1000, 5), 0.625, 5 / 64)
@@ -270,6 +272,7 @@ def test_any_k_mini_batches_take_k_steps_over_p_whatever_the_times(compute):
     assert run.seconds * 5 / run.summary["updates_applied"] == pytest.approx(0.625, rel=0.03)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("workers", "k"), [(8, 5), (8, 1), (5, 5), (4, 8)])
 def test_a_gradient_is_behind_by_the_others_over_k(workers, k):
     """Each worker has one gradient in flight, so P - 1 others come between its read and its push."""

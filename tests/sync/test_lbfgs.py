@@ -231,6 +231,7 @@ def stepped():
     return dyadic_jobs.targets().mean(dim=0) / 4
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("workers", [1, 2, 7])
 @pytest.mark.parametrize("push_every", [1, 3, 100])
 def test_the_gradient_is_the_batch_s_to_the_last_bit(workers, push_every):
@@ -257,6 +258,7 @@ def test_dead_paused_and_late_workers_leave_no_trace_in_it():
     assert run.seconds < 0.8, "somebody was waited for while there was work to do"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("push_every", [1, 8])
 @pytest.mark.parametrize("workers", [2, 4, 16])
 def test_one_worker_five_times_slower_costs_at_most_a_portion(workers, push_every):

@@ -33,6 +33,7 @@ def whole():
     return virtual(JOB, f"{LBFGS} ps", workers=2, **OPTIONS)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("partition", "ways", "copies", "shards", "record"),
     [
@@ -98,6 +99,7 @@ def test_a_sum_counts_if_all_of_its_parts_are_numbers():
     assert joint_fields(1, calls[:1])["report"] == reports[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("copies", "shards"), [(1, 1), *soaked((2, 2))])
 def test_processes_take_the_path_of_whole_models(copies, shards, whole, fork_server):
     strategy = f"{LBFGS} ps:shards={shards} {UNITS}"

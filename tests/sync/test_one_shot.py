@@ -38,6 +38,7 @@ def last_segment(strategy: str, cluster: Cluster, **options: object) -> tuple[Vi
     return segment, Finished(setup, segment.outcome(), [])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 @pytest.mark.parametrize("period", [17, 40])

@@ -374,6 +374,7 @@ def delay_bound(delay: int) -> float:
     return 2 * math.sin(math.pi / (2 * (2 * delay + 1)))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("delay", "bound"), [(0, 2.0), (1, 1.0), (2, 0.6180), (3, 0.4450), (7, 0.2091)])
 def test_the_rate_that_a_constant_delay_allows(delay: int, bound: float) -> None:
     assert delay_bound(delay) == pytest.approx(bound, abs=1e-4)
@@ -383,6 +384,7 @@ def test_the_rate_that_a_constant_delay_allows(delay: int, bound: float) -> None
     assert grows("downpour+dc-asgd:lambda=0", delay, 1.02 * bound)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("delay", "bound"), [(1, 1.0), (2, 1.236), (3, 1.335), (7, 1.463)])
 def test_the_rate_that_a_constant_delay_allows_when_divided_by_it(delay: int, bound: float) -> None:
     assert delay * delay_bound(delay) == pytest.approx(bound, abs=1e-3)
@@ -396,6 +398,7 @@ def test_a_rate_below_one_is_stable_for_every_delay_when_divided_by_it() -> None
         assert delay < 2 or grows("downpour", delay, 0.97, updates=300)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("delay", [0, 1, 3, 7])
 def test_with_the_true_hessian_the_bound_is_that_of_no_delay(delay: int) -> None:
     method = with_remedy(make("downpour"), TrueHessian())
@@ -465,6 +468,7 @@ def with_momentum(implied: float, own: float, turns: int, lr: float = 0.3) -> to
     return torch.stack(seen)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("workers", "turns"), [(1, 6), (2, 9), (3, 6), (4, 5)])
 def test_in_expectation_asynchrony_is_momentum(workers: int, turns: int) -> None:
     """As torch's SGD with momentum = dampening = 1 - 1/K, exactly, on a quadratic."""
@@ -479,6 +483,7 @@ def test_in_expectation_asynchrony_is_momentum(workers: int, turns: int) -> None
         torch.testing.assert_close(point.detach(), path[step], rtol=1e-13, atol=1e-13)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("workers", "turns"), [(2, 8), (3, 6)])
 def test_the_servers_momentum_adds_to_it(workers: int, turns: int) -> None:
     implied = 1 - 1 / workers

@@ -131,6 +131,7 @@ def test_equally_fast_workers_pull_once_in_a_bound():
     assert received["rmw"] <= received["snapshot"] / 3
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam", "sgd:weight_decay=0.1", "adamw:weight_decay=0.1"])
 @pytest.mark.parametrize("bound", [0, 3])
 def test_one_worker_is_serial_whatever_the_bound(bound, optimizer):
@@ -166,6 +167,7 @@ def test_a_passing_delay_within_the_bound_costs_the_others_nothing(form):
     assert waited(1) > 0.015
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("bound", [0, 1])
 def test_it_is_stable_below_the_bound_of_its_greatest_delay(bound, form):

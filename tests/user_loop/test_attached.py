@@ -55,9 +55,11 @@ def torchrun(*arguments, timeout=180):
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    """What every case of `support/attached.py` gave, by rank."""
+def ranks(tmp_path_factory, request):
+    """What every case of `support/attached.py` gave, by rank; without the long ones in `make test`."""
     cases = sorted(name.removeprefix("case_") for name in vars(attached) if name.startswith("case_"))
+    if "not long" in request.config.option.markexpr:
+        cases = [name for name in cases if name not in attached.LONG]
     gave = [{}, {}]
     for number, some in enumerate((cases[::2], cases[1::2])):  # each call within its time on a busy machine
         folder = tmp_path_factory.mktemp(f"attached-{number}")
@@ -128,6 +130,7 @@ def plainly_adversarial(steps=6):
     return attached.compete([(each, optimizer.step) for each, optimizer in zip(models, optimizers, strict=True)], steps)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", attached.ADVERSARIAL)
 def test_two_attached_models_whose_losses_pass_through_each_other_are_one_process(ranks, strategy):
     """The generator's backward leaves a gradient in the discriminator, in the last step too: it is in no step."""
@@ -150,6 +153,7 @@ def test_groups_and_schedules_reach_whoever_steps(ranks, strategy):
     assert close(ranks[0]["groups"][strategy], wanted)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", attached.LEARNING)
 def test_every_rank_gets_a_model_that_has_learned(ranks, strategy):
     (accuracy, params), (_, same) = (rank["learns"][strategy] for rank in ranks)
@@ -157,6 +161,7 @@ def test_every_rank_gets_a_model_that_has_learned(ranks, strategy):
     assert params == same
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", attached.ALL)
 def test_uneven_loaders_end(ranks, strategy):
     longer, shorter = (rank["uneven"][strategy] for rank in ranks)
@@ -168,10 +173,12 @@ def test_uneven_loaders_end(ranks, strategy):
     assert longer["params"] == shorter["params"]
 
 
+@pytest.mark.long
 def test_what_is_left_over_changes_nothing(ranks):
     assert ranks[0]["uneven"]["bsp"]["params"] == ranks[0]["uneven_whole"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", attached.ALL)
 def test_running_statistics_are_merged(ranks, strategy):
     longer, shorter = (rank["uneven"][strategy] for rank in ranks)
@@ -427,6 +434,7 @@ except dure.DureError as error:
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("sync", "topology"),
     [
@@ -507,6 +515,7 @@ with dure.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), sync=sys.ar
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sync", ["bsp", pytest.param("averaging:period=2", marks=pytest.mark.soak)])
 def test_a_rank_whose_gradients_are_nan_is_named_by_all_that_meet_it(sync, tmp_path):
     program = tmp_path / "loop.py"
@@ -1194,6 +1203,7 @@ main()
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("how", "code", "warns"),
     [
@@ -1337,6 +1347,7 @@ def test_the_example_prints_the_same_under_torchrun():
     assert done.stdout == (ROOT / "examples" / "02_attach.out").read_text(encoding="utf-8")
 
 
+@pytest.mark.long
 def test_train_under_torchrun(tmp_path):
     command = ["-m", "dure", "train", "digits-mlp", "--sync", "ssp", "--on", "torchrun", "--steps", 60]
     started, key, secret = time.monotonic(), tmp_path / "key", os.urandom(32)
@@ -1375,6 +1386,7 @@ sys.exit(main(sys.argv[2:]))
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "early",
     [

@@ -116,6 +116,7 @@ def test_nothing_is_changed_by_what_loses_nothing(pair):
     assert hooked["sent"] == 4 * (NUMEL * 4)  # the first step travels whole; half of each vector goes out, twice
 
 
+@pytest.mark.long
 def test_three_ranks_stay_equal_and_learn(three):
     check_equal_and_learned(three[f"train sign {STEPS}"])
 
@@ -191,6 +192,7 @@ if dist.get_rank() == 0:
 """
 
 
+@pytest.mark.long
 def test_a_hook_goes_on_from_its_state(three):
     check_restart(three["restart 1bit"])
 
@@ -346,6 +348,7 @@ def check_overflow(found):
     assert [bool(each) for each in sent] == [True, True, True, False, False, True, True]
 
 
+@pytest.mark.long
 def test_columns_are_those_of_the_parameters(three):
     """Of one rank: a weight's gradient becomes the two means of each of its rows, a bias's stays."""
     found = three["columns 1bit:feedback=false"]

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import yaml
 
 from dure.cli.main import main
@@ -34,6 +35,7 @@ def run(folder, **given):
     return done, {each["name"]: folder / each["name"] / "data" for each in component["outputs"]}
 
 
+@pytest.mark.long
 def test_the_component_trains_and_writes_its_seconds(tmp_path):
     done, outputs = run(tmp_path, job="quadratic", workers="2", steps="3", batch_size="4", device="cpu")
     assert done.returncode == 0, done.stderr

@@ -201,6 +201,7 @@ def test_the_line_trains_here(tmp_path):
     assert (found["workers"], found["on"], found["time"], found["steps"]) == (2, "torchrun", "real", 3)
 
 
+@pytest.mark.long
 def test_the_script_trains_on_two_machines_with_servers_beside_the_workers(slurm):
     script = emitted("slurm", launch([1, 1], strategy="ssp:bound=3 ps:shards=2", steps=3, out="my runs/a"))
     found = summary(submitted(script, slurm), slurm / "my runs" / "a")

@@ -64,6 +64,7 @@ def the_only_line(done: subprocess.CompletedProcess[str]) -> dict[str, object]:
     return found
 
 
+@pytest.mark.long
 def test_a_job_that_prints_trains_on_processes(folder: Path) -> None:
     done = started(
         *(folder, "-m", "dure", "train", "jobs.py:talks", "--sync", "ssp", "--on", "local"),
@@ -77,6 +78,7 @@ def test_a_job_that_prints_trains_on_processes(folder: Path) -> None:
     assert "fork server: a job" in said
 
 
+@pytest.mark.long
 def test_a_job_that_prints_trains_under_torchrun(folder: Path) -> None:
     done = started(
         *(folder, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),

@@ -89,6 +89,7 @@ def same(found: torch.Tensor, expected: np.ndarray) -> None:
     assert found.numpy().tobytes() == expected.tobytes()
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("topology", ALGORITHMS, ids=str)
 def test_every_collective_is_numpys_in_every_bit(topology, size):
@@ -123,6 +124,7 @@ def test_all_ranks_end_with_the_same_bits_where_sums_are_not_exact(topology):
         assert torch.allclose(one, torch.stack(given).sum(dim=0), atol=1e-5)
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("topology", ALGORITHMS, ids=str)
 def test_bytes_messages_and_seconds_are_the_closed_forms(topology, kind):

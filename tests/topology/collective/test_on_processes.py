@@ -156,6 +156,7 @@ def be(rank: int, topology: Any, folder: Path) -> None:
         node.loop.turn(0.05)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("topology", [*ALGORITHMS[:3], ALGORITHMS[4]], ids=str)
 def test_a_killed_rank_is_heard_of_by_every_survivor(topology, tmp_path):
     children = []

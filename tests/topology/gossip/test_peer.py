@@ -90,6 +90,7 @@ def run_at_random(model: Model, chance: random.Random) -> bool:
     return not any(model.left.values())
 
 
+@pytest.mark.long
 def test_a_hundred_thousand_random_schedules_have_no_deadlock():
     chance = random.Random(1)
     names = sorted(GRAPHS)
@@ -291,6 +292,7 @@ def product(graph: nx.Graph, averagings: int, seed: int) -> torch.Tensor:
     return torch.stack([peer.model.params for peer in everybody])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["ring", "exponential", "random-regular"])
 def test_disagreement_decays_at_the_rate_of_the_gap(kind):
     """Expected models are W^k x: in the slowest direction (1 - gap)^k of x, on both sides within 4 standard errors.

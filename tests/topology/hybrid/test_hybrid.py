@@ -46,6 +46,7 @@ HYBRIDS = [
 # ---- equal to all of it around the ring, and to all of it over servers
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("strategy", OTHERS + HYBRIDS)
 @pytest.mark.parametrize("sizes", [(2, 2, 2, 2), (4, 2, 1, 1)])
 def test_every_way_gives_the_same_bits(strategy, sizes):

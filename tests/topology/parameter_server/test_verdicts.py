@@ -110,6 +110,7 @@ def majority(job: Job, rule: OptimizerSpec, steps: int) -> torch.Tensor:
     return torch.cat([each.detach() for each in model.parameters()])
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("shards", [1, 2, 3])
 @pytest.mark.parametrize("rule", RULES)
 def test_the_run_is_signsgd_with_majority_vote_bit_for_bit(rule: str, shards: int) -> None:
@@ -279,6 +280,7 @@ class Followed:
         return whole
 
 
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("codec", [Sign(), Sign(zeros="random"), ITSign(start=2), ITSign("coordinate", start=2)])
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("rule", RULES)

@@ -35,12 +35,14 @@ def raced():
 # ---- processes
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mode", ["atomic", "striped"])
 def test_with_locks_no_addition_is_lost(raced, mode):
     found = raced[mode]
     assert found["least"] == found["most"] == found["version"] == found["expected"]
 
 
+@pytest.mark.long
 def test_without_locks_additions_may_be_lost_and_are_counted_all_the_same(raced):
     found = raced["racy"]
     assert found["least"] <= found["most"] <= found["expected"]

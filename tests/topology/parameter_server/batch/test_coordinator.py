@@ -167,6 +167,7 @@ def check(play):
     assert set(play.ended) == set(play.roles), "somebody was not sent home"
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("workers", [1, 2, 5])
 @pytest.mark.parametrize(("portion", "push_every"), [(2, 8), (4, 1), (8, 3), (64, 1)])
@@ -175,6 +176,7 @@ def test_the_gradient_does_not_depend_on_who_does_what_when(seed, workers, porti
     check(Play(seed, workers=workers, shards=1 + seed % 4, portion=portion, push_every=push_every).play())
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("seed", range(20))
 def test_nor_on_who_dies_or_says_things_twice(seed):
     play = Play(seed, workers=4, portion=2, push_every=4, mortal=0.02, repeats=0.2).play()
@@ -189,6 +191,7 @@ def test_portions_are_done_more_than_once_here():
     assert max(spent) > STEPS * SAMPLES // 4
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("fault", ["counts twice", "counts late", "forgets the dead"])
 def test_a_fault_is_noticed(fault, monkeypatch):
     """Negative controls: sums that are counted twice, sums for an earlier point, portions that nobody does."""
