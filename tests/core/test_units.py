@@ -69,6 +69,7 @@ def test_refuses_and_says_what_it_was_given(read: Callable[[object], float], giv
     assert repr(given_) in str(caught.value)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", PAIRS)
 @given(value=st.floats(1e-15, 1e18))
 def test_what_is_written_reads_back_exactly(name: str, value: float) -> None:

@@ -276,6 +276,7 @@ def test_the_checkpoint_of_another_job_is_refused_before_anything_starts(runs, p
     assert (runs / place / "history.jsonl").read_bytes() == rows
 
 
+@pytest.mark.long
 def test_a_model_of_another_size_is_named_where_an_older_version_wrote_no_origin(runs, capsys):
     folder = runs / "local" / "checkpoints"
     tensors = load_file(folder / "step-2" / "worker-0.safetensors")
@@ -290,6 +291,7 @@ def test_a_model_of_another_size_is_named_where_an_older_version_wrote_no_origin
 # ---- a worker that the launcher lets go
 
 
+@pytest.mark.long
 def test_a_worker_whose_connection_is_closed_says_why_it_ended():
     def act(trial):
         if trial.driver.steps("worker 1") > 5:

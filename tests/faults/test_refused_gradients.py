@@ -90,6 +90,7 @@ def test_three_in_a_row_put_a_worker_out_or_end_the_run(strategy, fork_server):
     assert trial.driver.roster.finished["worker 0"]["done"] == 60
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("strategy", VIRTUAL)
 def test_one_nan_is_refused_in_virtual_time(strategy):
     run = virtual("one_nan", strategy)

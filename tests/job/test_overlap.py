@@ -67,6 +67,7 @@ def test_a_parameter_that_backward_does_not_reach_holds_nobody_up():
     assert [part.tolist() for part, _ in seen] == [[0.0], [0.0] * 3, [1.0], [1.0] * 3]
 
 
+@pytest.mark.long
 def test_the_first_backward_imports_nothing_heavy():
     """PyTorch imports sympy, a third of a second, for a backward that is given a gradient."""
     code = (

@@ -48,6 +48,7 @@ def test_quadratic(strategy, fork_server):
     check("quadratic", strategy, fork_server, workers=2, steps=7, dtype="float64")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("strategy", "shards"), [("bsp", 0), ("bsp", 1), ("bsp", 2), ("bsp", 3)])
 def test_real_bsp_is_one_worker_with_the_whole_batch(strategy, shards, fork_server):
     """On processes as in virtual time: over collectives, and over one to three servers of either split."""

@@ -237,6 +237,7 @@ def test_on_a_common_bowl_the_mean_of_local_models_is_the_bsp_trajectory(period,
     assert distance(averaged.params, virtual("quadratic", "bsp", **options).params) < 1e-12
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("topology", ["collective", "ps"])
 @pytest.mark.parametrize(("period", "fixed_point"), [(1, 0.5), (2, 0.80508), (5, 1.45268), (50, 2.49354)])
 def test_on_different_bowls_averaging_has_a_fixed_point_of_its_own(period, fixed_point, topology):

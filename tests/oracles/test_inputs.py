@@ -20,6 +20,7 @@ from dure.runtime.launch.fork_server import ForkServer
 OPTIONS: dict[str, Any] = {"workers": 3, "batch_sizes": (2, 5, 9), "steps": 12, "eval_every": 4}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("strategy", ["bsp collective", "ssp:bound=1 ps:shards=2", "averaging:period=3", "ad-psgd"])
 def test_every_form_gives_the_same_run(strategy):
     expected, *others = (virtual(form(), strategy, **OPTIONS) for form in FORMS.values())
@@ -38,6 +39,7 @@ def test_many_workers_are_computed_together_in_every_form():
     assert rules[-1][0][0].startswith("inputs {ids: (8, 7) torch.int64, mask: (8, 7) torch.int64}, targets (8,)")
 
 
+@pytest.mark.long
 def test_every_form_gives_the_same_run_on_processes():
     with ForkServer() as fork_server:
         expected, *others = (

@@ -40,6 +40,7 @@ def test_every_method_has_a_law():
     assert {remedy for law in LAWS for remedy in law.remedies} == set(catalogue(REMEDY))
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("law", representatives(LAWS), ids=str)
 def test_it_learns_though_one_worker_is_slow(law):
     run = virtual("digits-mlp", law.strategy, one_slow(), steps=law.steps, **law.options)
@@ -47,7 +48,7 @@ def test_it_learns_though_one_worker_is_slow(law):
     assert run.summary["samples"] > 0
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("law", representatives(LAWS), ids=str)
 def test_it_learns_on_processes(law, fork_server):
     run = local("digits-mlp", law.strategy, fork_server=fork_server, workers=2, steps=law.steps, **law.options)
@@ -55,7 +56,7 @@ def test_it_learns_on_processes(law, fork_server):
     assert [steps_of(run, rank) > 0 for rank in range(2)] == [True, True]
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("law", representatives(LAWS), ids=str)
 def test_stopped_at_any_checkpoint_and_resumed_it_is_the_run_that_was_not(law, tmp_path):
     options = dict(law.options)
@@ -69,6 +70,7 @@ MOVED = {
 """Whose workers, if they survive each other, come to meet at other moments when one waits for a checkpoint."""
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("law", representatives([law for law in LAWS if "overlap=true" not in law.strategy]), ids=str)
 def test_resumed_it_is_the_run_that_had_no_checkpoints(law, tmp_path):
     """What a checkpoint left out would be missing alike in two runs that both have it."""
@@ -81,6 +83,7 @@ def test_resumed_it_is_the_run_that_had_no_checkpoints(law, tmp_path):
     assert resumed["params_sha256"] == whole.summary["params_sha256"]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("law", representatives([law for law in LAWS if not law.tensors]), ids=str)
 def test_time_does_not_depend_on_the_values(law):
     """A timing-only run takes as long and sends as much as one with tensors."""
@@ -123,7 +126,7 @@ def test_in_virtual_time_a_pause_is_waited_for_and_a_death_ends_the_run(law):
         virtual("digits-mlp", law.strategy, crash, steps=60, **law.options)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("law", representatives(SURVIVORS), ids=str)
 def test_a_killed_process_is_outlived_and_a_newcomer_takes_part(law, fork_server, tmp_path):
     """Three processes: one is killed, and started again; the others hardly move until it has made a step."""

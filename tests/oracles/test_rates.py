@@ -58,6 +58,7 @@ ALONE = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("strategy", ALONE)
 def test_one_worker_of_any_method_is_pytorch(strategy):
     """A server, a worker or a shared memory steps each group by the rate of the worker's step."""
@@ -94,6 +95,7 @@ def test_the_decay_of_hogwild_multiplies_the_schedule():
     assert float((run.params - pytorch(replace(both, groups=differing), 6, [8])).abs().max()) < 1e-11
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("strategy", ["bsp ps:shards=2", "downpour:n_push=3 ps", "averaging:period=4", "ssp:bound=1"])
 def test_a_resumed_run_continues_the_schedule(strategy, tmp_path):
     job = made("adam", schedule="cosine:steps=12,warmup=3,floor=0.1")

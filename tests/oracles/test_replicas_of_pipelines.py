@@ -65,6 +65,7 @@ COLLECTIVE = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("strategy", COLLECTIVE)
 def test_replicas_of_a_pipeline_are_workers_with_the_whole_model(strategy):
     one, other = pair(strategy, optimizer="momentum" if strategy.startswith("averaging") else None)
@@ -152,6 +153,7 @@ SERVERS = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("strategy", SERVERS)
 def test_each_stage_has_its_own_servers(strategy):
     """Equal machines, so that the updates of asynchronous methods arrive in the same order in both runs."""
@@ -328,6 +330,7 @@ def test_servers_on_processes_are_the_virtual_ones_also_after_a_failure(fork_ser
     assert (len(trial.drivers), really.totals.failures_survived) == (2, 1)
 
 
+@pytest.mark.long
 def test_an_asynchronous_method_on_processes(fork_server):
     """One worker makes its updates in order, whatever the order of stages in time."""
     one = local(
@@ -342,6 +345,7 @@ def test_an_asynchronous_method_on_processes(fork_server):
     assert (one.rows[-1]["step"], one.rows[-1]["updates"], one.summary["updates_applied"]) == (7, 7, 4)
 
 
+@pytest.mark.long
 def test_gossip_on_processes(fork_server):
     """f = -b v - b w has the gradient -b everywhere, so each stage's mean is start + lr x steps x mean of b."""
     job = f"{gossip_jobs.__file__}:blocks"

@@ -120,6 +120,7 @@ def test_pipelines_drain_at_each_checkpoint(strategy, tmp_path):
     check_every_stop(stage_jobs.normed(), tmp_path, cluster(), strategy=strategy, steps=18)
 
 
+@pytest.mark.long
 def test_a_checkpoint_changes_a_pipeline_without_a_flush_alone(tmp_path):
     """A drain is a flush. So the schedule of checkpoints belongs to the run."""
     for strategy, same in ((PIPELINES[2], True), (PIPELINES[0], False)):
@@ -191,6 +192,7 @@ def test_a_finished_run_can_be_given_more_steps(strategy, tmp_path):
     assert facts(resumed) == facts(longer)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy", ["bsp collective", "ssp ps:shards=2", PIPELINES[0]])
 def test_a_checkpoint_stands_at_the_last_step_where_one_is_due(strategy, tmp_path):
     """The run is reported again as it was, and extended to the run that was longer from the start."""
@@ -263,6 +265,7 @@ def test_elsewhere_checkpoints_do_change_a_run(strategy, tmp_path):
 REAL = ["bsp collective", "bsp collective:algorithm=tree", "bsp ps:shards=2", "downpour:n_push=2 ps", "ssp:bound=1 ps"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy", [*REAL[0::2], *soaked(*REAL[1::2])])
 def test_a_real_run_is_resumed(strategy, tmp_path, fork_server):
     """From its first checkpoint, as if it had been killed before the next. BSP comes to the same end."""

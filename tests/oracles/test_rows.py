@@ -84,6 +84,7 @@ def triples(run: Finished) -> list[tuple[int, int, float]]:
     return [(row["step"], row["updates"], row["loss"]) for row in run.rows]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("strategy", SYNCHRONOUS)
 def test_a_row_of_a_synchronous_method_holds_all_gradients_up_to_its_step(strategy):
     for every in (2, 3):
@@ -139,6 +140,7 @@ def test_a_resumed_run_has_the_rows_of_the_whole_one(strategy, tmp_path):
         assert [(row["step"], row["loss"]) for row in whole.history] == [(step, told(step)) for step in (2, 4, 6, 8)]
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("strategy", [*ONE_BY_ONE, *SEVERAL])
 def test_elsewhere_updates_counts_the_gradients_in_the_model(strategy):
     divisor = (ONE_BY_ONE | SEVERAL)[strategy]

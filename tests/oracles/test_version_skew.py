@@ -96,6 +96,7 @@ def test_nothing_is_counted_where_no_model_comes_in_parts(strategy):
     assert "version_skew" not in virtual("digits-mlp", strategy, cluster(), steps=4).summary
 
 
+@pytest.mark.long
 def test_processes_count_every_pull():
     steps, workers = 9, 2
     found = local("digits-mlp", "downpour ps:shards=2", workers=workers, steps=steps).summary["version_skew"]

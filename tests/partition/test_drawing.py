@@ -192,6 +192,7 @@ def test_the_staleness_of_a_member_is_that_of_its_order(name):
         assert [picture.staleness(rank) for rank in range(stages)] == expected
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", [name for name in (*ordered(), *MORE) if make(name, "partition").chunks == 1])
 def test_the_figures_are_those_that_the_stages_count(name):
     micro = ("," if ":" in name else ":") + "micro=3" if hasattr(make(name, "partition"), "micro") else ""

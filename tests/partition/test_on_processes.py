@@ -152,6 +152,7 @@ def test_a_pipeline_is_resumed_from_a_checkpoint(partition, fork_server, tmp_pat
     assert resumed.totals.staleness.as_dict() == there.outcome.totals.staleness.as_dict()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("partition", ["pipedream:stages=3", *soaked("1f1b:stages=2,micro=2", "dni:stages=3,rate=0.3")])
 def test_sigterm_drains_a_pipeline_at_a_step_that_no_stage_has_begun(partition, fork_server, tmp_path):
     """The checkpoint is that of the virtual run that is scheduled to drain at this step."""

@@ -153,6 +153,7 @@ def test_gpipe_and_1f1b_take_the_same_time_and_1f1b_keeps_less(stages: int) -> N
             assert sets(in_turn) == [min(micro, stages - rank) for rank in range(stages)]
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("stages", STAGES)
 def test_interleaved_divides_the_bubble_by_the_chunks(stages: int) -> None:
     for micro in COUNTS:
@@ -214,6 +215,7 @@ def test_zb_h2_leaves_no_bubble_for_twice_the_memory(stages: int) -> None:
                 assert idle_between(timetable) == [(stages - 1 - rank) * left for rank in range(stages)]
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("stages", STAGES)
 def test_zb_v_leaves_no_bubble_inside_a_worker(stages: int) -> None:
     for micro in COUNTS:

@@ -100,6 +100,7 @@ def test_the_steady_state_is_the_slowest_stage_where_replicas_never_increase():
         assert RoundRobin(seconds, replicas).steady_seconds() == pytest.approx(slowest(seconds, replicas), rel=1e-6)
 
 
+@pytest.mark.long
 def test_the_slowest_stage_is_a_bound_for_all_replicas():
     """The fixed order of mini-batches can leave the slowest stage idle, as with replicas 1, 2, 1."""
     ratios = [

@@ -101,6 +101,7 @@ def test_text_inside_figures_is_no_mathematics_and_no_markup(made):
     assert "$\\frac{<i>$ time (s)" in outline.text
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("count", [1, 10])
 def test_any_number_of_runs(made, count):
     runs = [made(f"k-async:k={k}", seconds=k + 1) for k in range(count)]

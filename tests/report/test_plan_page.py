@@ -159,6 +159,7 @@ def test_long_rankings_are_folded():
     assert "show all 30 strategies" in page
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("key", list(plan_values()))
 def test_any_part_may_be_missing_or_empty(key):
     """The page is the same if a part is missing, None, or empty."""

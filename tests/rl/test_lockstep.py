@@ -40,6 +40,7 @@ def alone() -> Tensor:
     return plain(200)
 
 
+@pytest.mark.long
 def test_dqn_with_actor_replay_and_learner_apart_is_dqn_in_one_process():
     """Oracle of 1,000 updates: episodes that terminate and that are truncated, evictions, 50 copies of the target."""
     found = virtual(rl_jobs.lockstep(), "bsp collective", steps=1000, **RUN)

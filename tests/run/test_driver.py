@@ -223,6 +223,7 @@ def test_a_frozen_worker_is_left_behind_refused_and_taken_in_again(run, strategy
     assert trial.driver.results.clock["lost"] == [1]
 
 
+@pytest.mark.long
 def test_a_worker_that_never_wakes_is_not_waited_for(run, tmp_path):
     fault_settings = FaultSettings(evict_seconds=1.0, log=True)
     trial, outcome = run(
@@ -292,6 +293,7 @@ def test_no_end_of_the_launcher_leaves_processes_behind():
     assert "Traceback" not in "".join(said.values())
 
 
+@pytest.mark.long
 def test_the_end_of_the_fork_server_ends_the_run_and_its_processes():
     kill = when(
         lambda trial: trial.driver.steps("worker 1") > 10, lambda trial: os.kill(trial.pids()[0], signal.SIGKILL)

@@ -82,6 +82,7 @@ def test_methods_that_can_go_on_evict_a_frozen_worker(strategy, fork_server, cap
     assert outcome.totals.failures_survived == 1
 
 
+@pytest.mark.long
 def test_checkpoints_go_on_while_a_neighbor_in_gossip_is_frozen(fork_server, tmp_path):
     """A worker that stops for a checkpoint waits for its averaging: not with a neighbor that has been given up."""
     stop = Stop("worker 1", after=30)

@@ -19,6 +19,7 @@ def ended(partition, **options):
     return dure.train(job, partition=partition, workers=STAGES, **{**OPTIONS, **options}).summary()
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("partition", "staleness", "versions", "sets"),
     [
@@ -40,6 +41,7 @@ def test_figures_are_those_of_the_table_of_methods(partition, staleness, version
     assert [each["sets"] for each in found] == sets
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "partition",
     [

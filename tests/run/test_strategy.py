@@ -198,6 +198,7 @@ def test_a_method_and_a_remedy_are_made_if_the_catalogue_says_so(sync, remedy):
         assert both == (other != remedy and listed)
 
 
+@pytest.mark.sampled(23)
 @pytest.mark.parametrize("joined", [*catalogue(WRAPPER), *catalogue(REMEDY), *catalogue("codec"), *catalogue("sync")])
 def test_nothing_else_is_joined(joined):
     """Wrappers join no method, remedies no codec, and nothing joins a topology, a partition or what is no wrapper."""

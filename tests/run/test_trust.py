@@ -108,6 +108,7 @@ def test_a_file_in_the_folder_of_the_run_needs_trust(lab):
     assert "the file lies in the folder of the run" in refusal()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("code", [{}, [], "job", {"lab/job.py": 1}, {"lab/job.py": {}}])
 def test_a_record_without_hashes_needs_trust(lab, code):
     config = json.loads((lab / "run" / "config.json").read_text())
@@ -115,6 +116,7 @@ def test_a_record_without_hashes_needs_trust(lab, code):
     assert str(lab / "lab" / "job.py") in refusal()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("option", "text"),
     [

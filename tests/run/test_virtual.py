@@ -66,6 +66,7 @@ def steps_of(run: Finished) -> list[int]:
 # ---- the same run, the same bits
 
 
+@pytest.mark.long
 def test_the_run_of_the_readme_twice():
     def train(seed: int, steps: int = 200) -> dict[str, Any]:
         options = {"topology": "ps:shards=2", "on": "virtual", "workers": 8, "steps": steps, "seed": seed}
@@ -119,6 +120,7 @@ def test_unequal_shares_let_pushes_overlap_with_pulls():
     assert compute + 2 * push < seconds[1] < 0.9 * seconds[0]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_gradients_change_nothing_about_time(strategy):
     cluster = Cluster(machines=(Machines(count=6, compute=ShiftedExponential()),), link=Link(bandwidth=1e7))
@@ -225,6 +227,7 @@ def test_a_crash_with_bytes_on_their_way(strategy):
     assert run.summary["failures_survived"] == 2
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("strategy", OVER_SERVERS)
 @pytest.mark.parametrize("back", [0.11, 0.2])
 def test_a_worker_comes_back(strategy, back):
@@ -391,6 +394,7 @@ def test_a_loss_that_is_no_number_says_what_to_do():
 # ---- when a run ends
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_run_ends_by_its_seconds(strategy):
     cluster = machines(4, compute=LogNormal(seconds=0.01, sigma=0.5))
@@ -423,6 +427,7 @@ def test_the_last_row_has_the_steps_of_the_slowest_worker(job, strategy, events,
     assert sum(steps_of(run)) != 2 * options["steps"]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_history_is_in_order_and_ends_with_the_run(strategy):
     cluster = Cluster(machines=(Machines(count=4, compute=LogNormal(sigma=0.5)),))
@@ -439,6 +444,7 @@ def test_a_history_is_in_order_and_ends_with_the_run(strategy):
     assert math.isclose(sum(run.summary["time_share"].values()), 1.0)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_trace_shows_everybody_and_nothing_twice(strategy, tmp_path):
     cluster = Cluster(machines=(Machines(count=3, compute=LogNormal(sigma=0.5)),))
@@ -601,6 +607,7 @@ def test_a_run_that_is_over_holds_no_data(strategy):
 # ---- learning rates
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("strategy", "factor"),
     [("bsp collective", 4), ("bsp ps", 4), ("averaging", 4), ("downpour", 1), ("ssp:bound=1", 1)],

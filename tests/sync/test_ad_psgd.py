@@ -94,6 +94,7 @@ def test_on_processes_too(fork_server):
     assert sum(sent) > 0, "on a busy machine one worker may finish before another has begun, but not each in its turn"
 
 
+@pytest.mark.long
 def test_a_process_that_is_stopped_for_a_while_holds_nobody_up(fork_server):
     """The others give up waiting for its answer; when it wakes, nothing has been averaged by half."""
     config = TrainConfig(
@@ -159,6 +160,7 @@ def test_a_model_travels_each_way_per_averaging():
 # ---- who dies, stands still, comes late, is through
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("at", [0.0301 + 0.00007 * moment for moment in range(25)])
 def test_a_death_at_any_moment_leaves_nobody_with_half_of_an_averaging(at):
     """With models of 1 and one of 0 that dies: what is not settled is taken back, so that powers of two are left."""
@@ -241,6 +243,7 @@ def test_where_it_does_not_run():
         dure.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), sync="ad-psgd")
 
 
+@pytest.mark.long
 def test_a_graph_may_be_an_object():
     """Also for real: its pairs travel as text."""
     star = nx.star_graph(["x", "a", "b"])  # in the order of their names x is the last

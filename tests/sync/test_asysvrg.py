@@ -333,6 +333,7 @@ def test_unequal_batches_count_by_their_samples(monkeypatch):
 # ---- processes
 
 
+@pytest.mark.long
 def test_processes_reach_the_optimum_that_hogwild_misses(fork_server):
     """To nine digits, at a constant rate, though they write over each other."""
     options = {"workers": 2, "steps": 600, "batch_size": 4, "dtype": "float64", "lr": 0.2, "fork_server": fork_server}

@@ -153,6 +153,7 @@ def test_adacomm_without_progress_and_gamma_of_one_is_a_fixed_period(topology, m
 # ---- the schedule in a run
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 @pytest.mark.parametrize("schedule", ["decay", "adaptive", "overhead"])
 def test_all_are_in_one_rhythm(schedule, topology, meetings):
@@ -362,6 +363,7 @@ def test_unequal_steps_are_normalised(weights):
     assert float(run.params) == pytest.approx(w, abs=1e-12)
 
 
+@pytest.mark.long
 def test_without_normalisation_the_fast_would_count_for_more():
     """At a small rate all bowls are slopes, and the fixed point is that of equal steps, not that of two to one."""
     job = bowls([(1.0, 1.0), (1.0, -1.0)], lr=0.001)

@@ -245,6 +245,7 @@ def test_one_fragment_and_no_overlap_is_the_method_without():
     assert torch.equal(one.params, other.params)
 
 
+@pytest.mark.sampled(21)
 @pytest.mark.parametrize("overlap", [0, 2, 5])
 @pytest.mark.parametrize("fragments", [1, 2, 5])
 @pytest.mark.parametrize("steps", [5, 14, 16])

@@ -125,6 +125,7 @@ def test_for_real_the_others_wait_for_the_warm_start(fork_server):
     assert run.outcome.history[-1]["accuracy"] > 0.7
 
 
+@pytest.mark.long
 def test_for_real_a_checkpoint_in_the_warm_start_does_not_wait_for_those_who_wait(tmp_path):
     """They can go on only when the one has gone on, which stands still until all have stopped."""
     options = {"workers": 2, "steps": 40, "lr": 0.05, "checkpoint_every": 5, "out": tmp_path}

@@ -44,6 +44,7 @@ def turns(workers: int, steps: int) -> Cluster:
 # ---- what equals what, to the bit
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("topology", ["ps", "ps:shards=3,split=layer"])
 @pytest.mark.parametrize("method", ["k-sync:k=4", "k-async:k=4", "backup:backups=0"])
 def test_with_everybody_it_is_bsp(method, topology):
@@ -82,6 +83,7 @@ def test_k_mini_batches_are_bsp_only_where_all_are_equally_fast():
     assert digest("k-batch-sync:k=4 ps", one_fast) != digest("bsp ps", one_fast)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("method", ["backup", "k-sync:k=2", "k-batch-sync", "k-async", "k-batch-async"])
 def test_one_worker_alone_is_sgd(method):
     alone = Cluster(machines=(Machines(),))

@@ -84,6 +84,7 @@ def test_with_an_exact_line_search_it_is_conjugate_gradients(parameters):
         assert np.abs(found - places[iterations]).max() < 2e-12
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("shards", [1, 2, 3, 7])
 @pytest.mark.parametrize("split", ["memory", "layer"])
 def test_any_number_of_shards_gives_the_same_iterates(shards, split):
@@ -306,6 +307,7 @@ def test_a_killed_process_leaves_no_trace_in_it(fork_server):
     assert outcome.totals.failures_survived == 1
 
 
+@pytest.mark.long
 def test_who_stands_still_is_not_waited_for_at_the_end(fork_server):
     """A real worker that is stopped for good: the others finish, and the run ends without it."""
     job = f"{Path(dyadic_jobs.__file__)}:slow_dyadic"
@@ -329,6 +331,7 @@ def test_who_stands_still_is_not_waited_for_at_the_end(fork_server):
 # ---- checkpoints, ends, refusals
 
 
+@pytest.mark.long
 def test_a_real_run_is_resumed(tmp_path, fork_server):
     """From its first checkpoint, as if it had been killed before the next."""
     options: dict[str, Any] = {"workers": 2, "steps": 50, "dtype": "float64"}

@@ -163,6 +163,7 @@ def test_without_lambda_a_whole_run_is_the_plain_one_bit_for_bit(method: str) ->
 REMEDIES = ["dc-asgd:lambda=3", "dc-asgd:mode=adaptive", "staleness-lr", "momentum-compensation", "dc-asgd:clip=true"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("remedy", REMEDIES)
 def test_one_worker_is_sgd_whatever_the_remedy(remedy: str) -> None:
     """A delay that does not exist is not compensated."""
@@ -392,6 +393,7 @@ def test_the_rate_that_a_constant_delay_allows_when_divided_by_it(delay: int, bo
     assert grows("downpour+staleness-lr", delay, 1.02 * bound)
 
 
+@pytest.mark.long
 def test_a_rate_below_one_is_stable_for_every_delay_when_divided_by_it() -> None:
     for delay in (1, 2, 4, 11, 20):
         assert not grows("downpour+staleness-lr", delay, 0.97)
@@ -506,6 +508,7 @@ def test_a_constant_delay_is_no_momentum() -> None:
     assert abs(momentum[-1] - 0.5) < 1e-6
 
 
+@pytest.mark.long
 def test_exponential_workers_make_geometric_staleness() -> None:
     workers = 4
     compute = ShiftedExponential(seconds=0.1, shift=0)

@@ -81,6 +81,7 @@ CLUSTERS = {
 }
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("bound", [0, 1, 3])
 @pytest.mark.parametrize("cluster", CLUSTERS)

@@ -41,6 +41,7 @@ def passes(stages, micro):
     return (1 - BACKWARD) / (stages * micro), BACKWARD / (stages * micro)
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(("stages", "micro"), [(1, 3), (2, 1), (2, 4), (3, 2), (3, 6), (4, 3), (6, 12)])
 @pytest.mark.parametrize("method", ["gpipe", "1f1b"])
 def test_a_step_takes_as_many_passes_as_micro_batches_and_later_stages(method, stages, micro):

@@ -160,6 +160,7 @@ def flat_gradient(loss, stage):
     return torch.cat([each.flatten() for each in found])
 
 
+@pytest.mark.long
 def test_synthesizers_with_labels_learn_the_gradients_of_a_linear_chain():
     """The gradient of a quadratic loss is affine in (h, y), so a linear synthesizer can become exact; without y not."""
     assert max(errors(True, 500)) < 1e-2

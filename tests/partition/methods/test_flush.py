@@ -69,6 +69,7 @@ def test_the_result_is_that_of_sgd(strategy, stages, depth, micro):
         assert stage.counts.most_versions == 1
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("strategy", "stages", "depth"), METHODS)
 def test_rematerialisation_changes_no_bit(strategy, stages, depth):
     kept, again = (trained(strategy, stages, depth, options=f",remat={remat}").params for remat in ("false", "true"))

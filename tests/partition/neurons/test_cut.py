@@ -23,6 +23,7 @@ def stack(height: int, width: int, channels: int, kernels: list[int]) -> list[Un
     return list(unit_model(nn.Sequential(*layers)).layers)
 
 
+@pytest.mark.long
 def test_no_division_with_the_same_ends_sends_fewer_words() -> None:
     layers = stack(5, 4, 2, [2, 2])  # grids of 4 x 3 and 3 x 2
     left, right = {(0, 0), (0, 1), (1, 0)}, {(0, 11), (1, 5), (1, 4)}

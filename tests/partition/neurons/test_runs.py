@@ -20,6 +20,7 @@ OPTIONS = {"steps": 4, "seed": 3, "dtype": "float64", "batch_size": 8, "optimize
 LOCAL = "digits-local:channels=2"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("job", "partition", "workers"),
     [

@@ -34,6 +34,7 @@ def test_no_balanced_assignment_of_dense_layers_is_better_than_another(machines)
         assert words_sent(found) == (60 * (machines - 1), 50 * (machines - 1))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("assignment", ["even", "random", "layers", "uneven"])
 @pytest.mark.parametrize("bandwidth", [1e15, SLOW])
 def test_a_mini_batch_takes_the_seconds_of_the_slowest_machine_in_each_layer(assignment, bandwidth, tmp_path):

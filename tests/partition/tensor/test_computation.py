@@ -109,6 +109,7 @@ def test_an_error_between_two_collectives_is_that_of_the_run(monkeypatch):
     assert split_computations() == []
 
 
+@pytest.mark.long
 def test_an_error_between_two_collectives_ends_a_run_on_processes(monkeypatch):
     with pytest.raises(DureError, match=r"worker \d failed: ArithmeticError: between two pairs of layers"):
         local(fails(monkeypatch, 5), f"bsp collective {pairs(2)}", workers=2, steps=10)

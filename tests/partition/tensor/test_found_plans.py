@@ -112,6 +112,7 @@ def sequence(module: nn.Module, ways: int) -> SplitPlan:
     return by_positions(megatron(module, ways), module)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("ways", [1, 2, 4, 6])
 @pytest.mark.parametrize("name", ["bert", "gpt"])
 def test_sequence_parallelism_equals_the_whole_model(name: str, ways: int) -> None:

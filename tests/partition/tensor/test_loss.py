@@ -15,6 +15,7 @@ from dure.partition.tensor.ways import Ways
 WORDS = 11
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 6])
 @pytest.mark.parametrize("scale", [1.0, 1e4])
 def test_the_loss_and_its_gradient_are_those_of_whole_logits(size: int, scale: float) -> None:

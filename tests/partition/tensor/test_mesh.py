@@ -67,6 +67,7 @@ def test_processes_train_as_one_process(copies, stages, ways, dtype, fork_server
     assert distance(really, whole(1, **options | {"batch_size": 8 * copies})) < WITHIN[dtype]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("partition", "workers"), [(mesh(2, 2), 8), *soaked(("tensor:ways=2", 4))])
 def test_the_norm_of_the_gradient_counts_each_parameter_once(partition, workers):
     options = {"optimizer": "sgd:lr=0.1,clip=0.2", "dtype": "float64", "steps": 4}

@@ -66,6 +66,7 @@ def test_a_signal_that_is_ignored_stays_so():
         signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.long
 def test_the_last_line_of_an_interrupted_run_says_how_to_resume_it(tmp_path, capfd):
     out = tmp_path / "a run"
 

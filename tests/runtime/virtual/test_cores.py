@@ -184,6 +184,7 @@ TWELVE = (
 )  # fmt: skip
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("strategy", TWELVE)
 def test_every_method_takes_longer_on_fewer_cores(strategy: str) -> None:
     """Three workers, and servers where there are some, on one core take at least as long as their steps together."""

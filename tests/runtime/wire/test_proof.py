@@ -114,6 +114,7 @@ def test_a_host_without_the_key_hears_no_names_and_is_not_believed(world):
     assert not any(name.encode() in bytes(heard).replace(REFUSAL, b"") for name in NAMES)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("kind", [Kind.WELCOME, Kind.REPLY, Kind.REFUSAL])
 def test_a_host_that_proves_nothing_is_not_read(world, kind):
     caller = world.wire("worker 0")

@@ -303,6 +303,7 @@ def test_who_is_stopped_while_it_waits_leaves_nothing_borrowed() -> None:
 # ---- whole runs
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("method", ["ssp:bound=0", "ssp:bound=3", "bsp", "k-async:k=2", "k-batch-async:k=2"])
 def test_a_step_takes_one_latency_there_and_one_back(method: str) -> None:
     """Of the three times two that several servers take: a gradient takes 10 ms, a message 5 ms."""
@@ -324,6 +325,7 @@ def test_where_updates_may_be_refused_they_are_offered_first(method: str) -> Non
     assert one.seconds < 0.8 * two.seconds
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "method", ["bsp {} fp16", "bsp {}", "averaging:period=3 {}", "bmuf:period=2 {}", "one-shot {}"]
 )

@@ -131,6 +131,7 @@ class TwoParts(Valley):
         return 0.5 * (inputs[:, 0] * (torch.cat([self.left, self.right]) - inputs[:, 1]) ** 2).sum(dim=1)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("strategy", ["bsp ps sign", "bsp ps:shards=2 sign"])
 @pytest.mark.parametrize("rule", RULES)
 def test_groups_and_a_schedule_are_those_of_pytorch_bit_for_bit(rule: str, strategy: str) -> None:
@@ -154,6 +155,7 @@ def test_as_many_bytes_come_back_as_were_pushed() -> None:
     assert counted["bytes_sent"] == counted["bytes_received"] == 3 * 8 * MESSAGE
 
 
+@pytest.mark.long
 def test_the_runtimes_agree() -> None:
     real = local("digits-mlp", "bsp ps:shards=2 sign", workers=2, steps=6)
     planned = virtual("digits-mlp", "bsp ps:shards=2 sign", workers=2, steps=6)
@@ -304,6 +306,7 @@ def test_a_worker_that_missed_a_version_pulls_the_model_and_goes_on(rule: str, c
             torch.testing.assert_close(room, fleet.model(), rtol=0, atol=0)
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("codec", [Sign(), ITSign(start=1)])
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("rule", ["momentum", "adam"])
@@ -328,6 +331,7 @@ def test_a_worker_that_skips_a_step_has_no_vote_in_it(cut: int, codec: Any) -> N
         torch.testing.assert_close(room, fleet.start - 0.5 * update.sign(), rtol=0, atol=0)
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("codec", [Sign(), ITSign(start=1)])
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("rule", RULES)

@@ -91,6 +91,7 @@ def test_more_memory_than_there_is_is_explained():
         MappedMemory(1 << 50)
 
 
+@pytest.mark.long
 def test_a_lock_that_is_never_released_is_told(monkeypatch):
     script = (
         "import os, time\n"
