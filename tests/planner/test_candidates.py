@@ -31,9 +31,10 @@ def test_every_member_is_a_candidate_or_is_left_out_with_a_reason():
 
 
 @pytest.mark.parametrize("shape", [EIGHT, HOST], ids=["machines", "host"])
-def test_every_candidate_is_a_strategy(shape):
+def test_every_candidate_is_the_text_of_a_strategy(shape):
     for text in everything(shape):
-        Strategy.parse(text)
+        chosen = Strategy.parse(text)
+        assert Strategy.parse(str(chosen)) == chosen, text
 
 
 def test_plain_data_parallelism_is_the_first_candidate_and_the_only_one_of_a_single_worker():

@@ -47,21 +47,25 @@ def job():
 """
 
 
-def test_the_script_of_a_plan_trains_as_bsp_does(tmp_path):
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_the_script_of_a_plan_trains_as_bsp_does(tmp_path, ranks):
     (tmp_path / "own.py").write_text(JOB)
     text = f"{tmp_path / 'own.py'}:job"
-    script = ddp_script(load_job(text), text, None, workers=2, batch=8, line="torchrun ddp.py")
+    script = ddp_script(load_job(text), text, None, workers=ranks, batch=8, line="torchrun ddp.py")
     assert script is not None
     (tmp_path / "ddp.py").write_text(script)
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "ddp.py"]
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "ddp.py"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    if ranks == 1:  # what torchrun sets, without the seconds of its own process
+        launch, place = ["ddp.py"], {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+        environment |= {**place, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     done = subprocess.run(
         [sys.executable, *launch], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100
     )
     assert done.returncode == 0, done.stderr[-2000:]
     theirs = torch.load(tmp_path / "model.pt", weights_only=True)
     flat = torch.cat([each.flatten() for each in theirs.values()])
-    torch.testing.assert_close(flat, virtual(text, "bsp", workers=2, seed=0).params, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(flat, virtual(text, "bsp", workers=ranks, seed=0).params, rtol=1e-5, atol=1e-6)
     first = torch.cat([each.detach().flatten() for each in load_job(text).build(0).parameters()])
     assert (flat - first).abs().max() > 0.01
 

@@ -425,6 +425,7 @@ def test_everybody_has_partners_and_no_pair_meets_twice(world: int) -> None:
     assert len(pairs) <= world * max(world - 1, 1).bit_length()
 
 
+@pytest.mark.long
 def test_this_machine_is_probed_and_the_file_is_a_cluster(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -469,12 +470,15 @@ def test_an_error_in_the_middle_is_the_one_that_is_told(monkeypatch: pytest.Monk
         probe(load_job("digits-mlp"), workers=1)
 
 
-@pytest.mark.parametrize("slow", [False, True])
-def test_even_where_messages_take_long_there_are_sizes_enough(slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("slow", [pytest.param(False, marks=pytest.mark.long), True])
+def test_even_where_messages_take_long_there_are_sizes_enough(
+    slow: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(link_measure, "LONGEST", 0.0 if slow else 1e9)
     monkeypatch.setattr(link_measure, "SIZES", [1 << power for power in range(10, 15)])
-    measured = probe(workers=1)
-    assert measured is not None
+    assert main(["probe", "--workers", "1", "--out", str(tmp_path / "here.yaml"), "--json"]) == 0
+    measured = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert Cluster.from_yaml(tmp_path / "here.yaml") == Cluster(**measured["cluster"])
     assert len({size for size, *_ in measured["local"][0]["points"]}) == (3 if slow else 5)
 
 

@@ -25,10 +25,14 @@ def test_time_is_spent_a_third_before_and_the_rest_by_layer_from_the_last(monkey
 
 
 def test_an_evaluation_takes_no_time(monkeypatch):
-    monkeypatch.setattr(module.time, "sleep", lambda seconds: 1 / 0)
+    slept = []
+    monkeypatch.setattr(module.time, "sleep", slept.append)
     net = synthetic_job([4], 5.0).build()
     with torch.no_grad():
-        net(torch.zeros(3, 1))
+        without_gradients = net(torch.ones(3, 1))
+    assert slept == []
+    assert torch.equal(without_gradients, net(torch.ones(3, 1)))
+    assert slept == [pytest.approx(5.0 / 3)]
 
 
 def test_steps_are_timed_one_by_one_and_the_first_is_left_out(monkeypatch):

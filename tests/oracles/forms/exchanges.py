@@ -158,6 +158,8 @@ def _collective(copies, topology):
     wire, links = Wire(*path_of(cluster, machines), cluster.small), [cluster.inside_of(each) for each in machines]
     latency, bandwidth = max(link.latency for link in links), min(link.bandwidth for link in links)
     inside = wire._replace(latency=latency, bandwidth=bandwidth, beta=0.0)
+    if len(set(machines)) == copies.count:  # `per_host` makes hosts of machines with one rank each
+        inside = wire
     form = form_of(topology.algorithm, "all_reduce", hosts if hosted else (), inside)
     between = wire if len(set(machines)) > 1 else inside
     return form(copies.nbytes // copies.itemsize, copies.count, between, copies.itemsize).seconds
