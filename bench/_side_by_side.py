@@ -1,4 +1,4 @@
-"""What the scripts that hold dure beside another library share: processes, turns, and how the result is told.
+"""Shared by the scripts that hold dure beside another library: processes, turns, and the table of the result.
 
 The same processes, one thread each, hold every arm: a worker of dure, and the other library's training loop on the
 same job. Each repeat trains so many steps with each of them in turn, in a rotating order, from a barrier to the last
@@ -10,15 +10,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
-import json
-import math
 import multiprocessing
-import os
-import platform
 import socket
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -26,6 +22,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from _script import print_ratios, ratio_of
 
 from dure.core.node import Suspend
 from dure.job.data.dataset import Data
@@ -64,7 +61,7 @@ class Arm(Protocol):
 class Unheard(WorkerProcess):
     """There is no driver here."""
 
-    def _tell(self, method: str, **fields: Any) -> None:
+    def tell(self, method: str, **fields: Any) -> None:
         pass
 
 
@@ -84,7 +81,7 @@ class Dure:
         self.setup, self.node, self.until = setup, node, 0
         life = Unheard(setup, node)
         life.worker = self.worker = build_worker(setup, node, rank, node.meter)
-        self.worker.on_step = life._on_step
+        self.worker.on_step = life.on_step
         if setup.topology.needs_everybody:
             assert node.gradient_engine is not None
             node.gradient_engine.read_in_place(self.worker.params)
@@ -111,7 +108,7 @@ class Loop:
 
     def __init__(self, setup: Setup, rank: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.model, self.optimizer = model, optimizer
-        self.sampler = setup.job.samplers(setup.batch_sizes, seed=setup.config.seed)[rank]
+        self.sampler = setup.job.samplers(setup.batch_sizes, seed=setup.config.seeded)[rank]
         self.data, self.loss = setup.job.train, setup.job.loss
         self.after_step: Callable[[], Any] | None = None
 
@@ -180,22 +177,12 @@ class Measured:
         """Samples a second."""
         return self.samples / statistics.median(self.seconds[arm])
 
-    def ratios(self, ours: str, theirs: str) -> tuple[float, float, float]:
-        """By how much `ours` is faster: the median over the repeats, and its quartiles."""
-        pairs = zip(self.seconds[theirs], self.seconds[ours], strict=True)
-        ratios = sorted(their / our for their, our in pairs)
-        return statistics.median(ratios), ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]
-
-
-def median_interval(values: Sequence[float]) -> tuple[float, float]:
-    """The 95 % interval of the median, whatever the distribution: two of the sorted values, by the binomial law."""
-    count = len(values)
-    outside, below = 0, 0.0  # values left out at each end, and the chance that the median lies beyond them
-    while (below := below + math.comb(count, outside) / 2**count) <= 0.025:
-        outside += 1
-    first = max(outside - 1, 0)
-    ordered = sorted(values)
-    return ordered[first], ordered[-1 - first]
+    def ratios(self, pairs: Sequence[tuple[str, str]], job: str) -> list[dict[str, Any]]:
+        """By how much the first arm of each pair is faster on the job: rows of `ratios`."""
+        return [
+            ratio_of(", ".join(filter(None, (ours, job))), theirs, self.seconds[ours], self.seconds[theirs])
+            for ours, theirs in pairs
+        ]
 
 
 # ---- processes
@@ -205,10 +192,12 @@ Measure = Callable[[int, argparse.Namespace], Any]
 
 def in_processes(measure: Measure, given: argparse.Namespace) -> Any:
     """Call `measure(rank, given)` in so many processes, which form a Gloo group; what it returns in the first."""
-    spawn = multiprocessing.get_context("spawn")
-    ours, theirs = spawn.Pipe(duplex=False)
+    context = multiprocessing.get_context("forkserver")
+    ours, theirs = context.Pipe(duplex=False)
     port = free_port()
-    processes = [spawn.Process(target=_be, args=(measure, rank, port, given, theirs)) for rank in range(given.workers)]
+    processes = [
+        context.Process(target=_be, args=(measure, rank, port, given, theirs)) for rank in range(given.workers)
+    ]
     for process in processes:
         process.start()
     theirs.close()
@@ -296,31 +285,13 @@ def print_table(measured: Measured, pairs: Sequence[tuple[str, str]], given: arg
     width = max(map(len, measured.seconds))
     for name in measured.seconds:
         print(f"{name:>{width}} {measured.rate(name):10,.0f} samples/s")
-    for ours, theirs in pairs:
-        ratio, low, high = measured.ratios(ours, theirs)
-        print(f"{ours} is {ratio:.3f}x {theirs} (quartiles {low:.3f} and {high:.3f})")
+    print_ratios(measured.ratios(pairs, given.job))
 
 
 def summary(measured: Measured, pairs: Sequence[tuple[str, str]], given: argparse.Namespace) -> dict[str, Any]:
-    """The same as plain values."""
+    """The same as plain values, and the other options of the script."""
     return {
-        "job": given.job,
-        "workers": given.workers,
-        "steps": given.steps,
-        "repeats": given.repeats,
+        **{name: value for name, value in vars(given).items() if name not in ("json", "data", "smoke")},
         "samples_per_second": {name: round(measured.rate(name), 1) for name in measured.seconds},
-        "ratios": {f"{ours} / {theirs}": round(measured.ratios(ours, theirs)[0], 3) for ours, theirs in pairs},
+        "ratios": measured.ratios(pairs, given.job),
     }
-
-
-@contextlib.contextmanager
-def told(benchmark: str, path: Path | None) -> Iterator[dict[str, Any]]:
-    """Print what the body puts into the dictionary as one line of JSON, with what it was measured on; write it too."""
-    facts: dict[str, Any] = {"benchmark": benchmark}
-    load_before = os.getloadavg()[0]
-    yield facts
-    facts |= {"load_before": load_before, "torch": torch.__version__, "python": platform.python_version()}
-    text = json.dumps(facts)
-    print(text)
-    if path is not None:
-        path.write_text(text + "\n")

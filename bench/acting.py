@@ -4,7 +4,7 @@
 
 In each repeat the same number of vector steps is made, in turn, by `Environments`, by `SyncVectorEnv` (which begins the
 next episode in the step that ends the last one) and by a bare loop over the environments that stores nothing. The
-output has the least time of each over all repeats, and the medians of the ratios to the bare loop within a repeat.
+output has the least time of each over all repeats, and the medians of the ratios within a repeat.
 `Environments` steps the environments in a loop of its own because `SyncVectorEnv` takes more than twice the time of the
 bare loop for one environment.
 
@@ -16,18 +16,23 @@ loop's time for 1, 4 and 16 CartPoles, `SyncVectorEnv` 2.26, 1.55 and 1.35 times
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
-import gymnasium
 import numpy as np
 import torch
-from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from _script import need, parse, print_ratios, ratio_of, told
 
-from dure.rl.dpg import Dpg
-from dure.rl.dqn import Dqn
-from dure.rl.environments import Environments, environment
+need("gymnasium", "rl")
+
+import gymnasium  # noqa: E402
+from gymnasium.vector import AutoresetMode, SyncVectorEnv  # noqa: E402
+
+from dure.rl.dpg import Dpg  # noqa: E402
+from dure.rl.dqn import Dqn  # noqa: E402
+from dure.rl.environments import Environments, environment  # noqa: E402
 
 STEPS = 1600
 """Steps of single environments in each measurement."""
@@ -40,7 +45,8 @@ def seconds(call: Callable[[], object], times: int) -> float:
     return (time.perf_counter() - start) / times
 
 
-def measured(text: str, count: int, repeats: int) -> str:
+def measured(text: str, count: int, repeats: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """The least microseconds of each call, and the ratios."""
     ours = Environments(environment(text), count, seed=0)
     algorithm = Dpg() if isinstance(ours.action_space, gymnasium.spaces.Box) else Dqn()
     network = algorithm.network(ours.observation_space, ours.action_space)
@@ -67,11 +73,12 @@ def measured(text: str, count: int, repeats: int) -> str:
     }
     found = [{name: seconds(call, max(STEPS // count, 5)) for name, call in calls.items()} for _ in range(repeats)]
     least = {name: min(each[name] for each in found) * 1e6 for name in calls}
-    ratios = {name: statistics.median(each[name] / each["bare"] for each in found) for name in ("ours", "sync")}
-    return (
-        f"{count:3d} {least['act']:8.0f} {least['ours']:8.0f} {least['both']:8.0f} "
-        f"{least['bare']:8.0f} {ratios['ours']:8.2f} {ratios['sync']:8.2f}"
-    )
+    seconds_of = {name: [each[name] for each in found] for name in calls}
+    ratios = [
+        ratio_of(f"steps of {count} x {text}", peer, seconds_of["ours"], seconds_of[name])
+        for peer, name in (("SyncVectorEnv", "sync"), ("a bare loop", "bare"))
+    ]
+    return least, ratios
 
 
 def main() -> None:
@@ -79,12 +86,20 @@ def main() -> None:
     parser.add_argument("--env", default="CartPole-v1")
     parser.add_argument("--counts", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--repeats", type=int, default=31)
-    given = parser.parse_args()
+    parser.add_argument("--json", type=Path)
+    given = parse(parser, repeats=3)
     torch.set_num_threads(1)
-    print(f"{given.env}, microseconds; the last two columns are ratios to the bare loop")
-    print("  n      act     step     both     bare     step     SyncVectorEnv")
-    for count in given.counts:
-        print(measured(given.env, count, given.repeats), flush=True)
+    with told("acting", given) as facts:
+        facts |= {"env": given.env, "microseconds": {}, "ratios": []}
+        print(f"{given.env}, microseconds")
+        print("  n      act     step     both     bare     SyncVectorEnv")
+        for count in given.counts:
+            least, ratios = measured(given.env, count, given.repeats)
+            cells = " ".join(f"{least[name]:8.0f}" for name in ("act", "ours", "both", "bare", "sync"))
+            print(f"{count:3d} {cells}", flush=True)
+            facts["microseconds"][count] = least
+            facts["ratios"] += ratios
+        print_ratios(facts["ratios"])
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
     git worktree add --detach /tmp/before COMMIT
     python bench/against_commit.py /tmp/before [--pairs 15] [--only SCRIPT ...] [--json FILE]
+    python bench/against_commit.py --smoke          this checkout against itself
 
 Each pair runs one script of both checkouts, one right after the other; the order changes from pair to pair. A figure is
 the other checkout's time over this one's time, so that 0.97 means 3 % slower than before. Printed are the
@@ -20,9 +21,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from _side_by_side import median_interval, told
+from _script import ROOT, median_interval, parse, told
 
-ROOT = Path(__file__).parents[1]
 Facts = dict[str, Any]
 Seconds = dict[str, float]
 
@@ -49,7 +49,8 @@ def throughput_seconds(facts: Facts) -> Seconds:
 
 
 def bsp_seconds(facts: Facts) -> Seconds:
-    return {"dure's BSP": 1.0 / facts["samples_per_second"]["dure"]}
+    rates = facts["samples_per_second"]
+    return {"dure's BSP": 1.0 / next(rate for name, rate in rates.items() if name.startswith("dure"))}
 
 
 def step_seconds(facts: Facts) -> Seconds:
@@ -65,16 +66,18 @@ SCRIPTS: dict[str, tuple[list[str], Callable[[Facts], Seconds]]] = {
 }
 
 
-def in_turn(script: str, before: Path, pairs: int) -> dict[str, list[float]]:
+def in_turn(script: str, before: Path, pairs: int, smoke: bool) -> dict[str, list[float]]:
     """For each figure of a script, the ratios of all pairs."""
     arguments, seconds_of = SCRIPTS[script]
+    arguments = ["--smoke"] if smoke else arguments
     ratios: dict[str, list[float]] = {}
     for pair in range(pairs):
-        found = {}
-        for checkout in (before, ROOT) if pair % 2 else (ROOT, before):
-            found[checkout] = seconds_of(output(checkout, f"{script}.py", *arguments))
-        for name, seconds in found[ROOT].items():
-            ratios.setdefault(name, []).append(found[before][name] / seconds)
+        found: dict[bool, Seconds] = {}
+        for is_before in (True, False) if pair % 2 else (False, True):
+            checkout = before if is_before else ROOT
+            found[is_before] = seconds_of(output(checkout, f"{script}.py", *arguments))
+        for name, seconds in found[False].items():
+            ratios.setdefault(name, []).append(found[True][name] / seconds)
     return ratios
 
 
@@ -89,18 +92,23 @@ def output(checkout: Path, script: str, *arguments: str) -> Facts:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("before", type=Path, help="the other checkout")
+    parser.add_argument("before", type=Path, nargs="?", help="the other checkout")
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--only", nargs="+", choices=tuple(SCRIPTS), default=tuple(SCRIPTS))
     parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
-    with told("against_commit", given.json) as facts:
+    given = parse(parser, before=ROOT, pairs=1, only=("real_steps",))
+    if given.before is None:
+        parser.error("give the folder of the other checkout: git worktree add --detach FOLDER COMMIT makes one")
+    with told("against_commit", given) as facts:
+        facts["ratios"] = []
         for script in given.only:
-            facts[script] = in_turn(script, given.before.resolve(), given.pairs)
+            facts[script] = in_turn(script, given.before.resolve(), given.pairs, given.smoke)
             print(f"{script}: times as fast as {given.before}, {given.pairs} pairs")
             for name, each in facts[script].items():
                 low, high = median_interval(each)
                 print(f"{name:>44} {statistics.median(each):6.3f} ({low:.3f} to {high:.3f})", flush=True)
+                row = {"what": f"{script}: {name}", "peer": "the other checkout", "ratio": statistics.median(each)}
+                facts["ratios"].append(row | {"interval": [low, high], "pairs": len(each)})
 
 
 if __name__ == "__main__":

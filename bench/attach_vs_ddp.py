@@ -20,15 +20,15 @@ from contextlib import nullcontext
 
 import torch
 from _char_gpt import GPT, loss_of, text
+from _script import parse, print_ratios, told
 from _side_by_side import (
+    Arm,
     Measured,
     free_port,
     in_processes,
-    median_interval,
     must_agree,
     options,
     take_turns,
-    told,
     warm_up,
 )
 from torch.nn.parallel import DistributedDataParallel
@@ -102,11 +102,12 @@ def measure(rank: int, given: argparse.Namespace) -> Measured:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(given.port),
     }
-    arms = {"ddp": WithDDP(rank, given.micro_batches), "attach": WithAttach(rank, given.micro_batches)}
+    attached = WithAttach(rank, given.micro_batches)
+    arms: dict[str, Arm] = {"DistributedDataParallel": WithDDP(rank, given.micro_batches), "attach": attached}
     warm_up(arms, given.steps)
     seconds = take_turns(arms, given.steps, given.repeats)
-    must_agree(arms, "attach", "ddp")
-    arms["attach"].replica.close()
+    must_agree(arms, "attach", "DistributedDataParallel")
+    attached.replica.close()
     samples = given.steps * given.workers * given.micro_batches * BATCH
     return Measured("Python's manual, by characters", samples, seconds)
 
@@ -114,25 +115,22 @@ def measure(rank: int, given: argparse.Namespace) -> Measured:
 def main() -> None:
     parser = options(__doc__, job="char-gpt", steps=5, repeats=40)
     parser.add_argument("--micro-batches", type=int, default=4)
-    given = parser.parse_args()
+    given = parse(parser, steps=1, repeats=2)
     given.port = free_port()
-    with told("attach_vs_ddp", given.json) as facts:
+    with told("attach_vs_ddp", given) as facts:
         measured = in_processes(measure, given)
-        pairs = zip(measured.seconds["ddp"], measured.seconds["attach"], strict=True)
-        ratios = [theirs / ours for theirs, ours in pairs]
-        low, high = median_interval(ratios)
+        ratios = measured.ratios([("attach", "DistributedDataParallel")], given.job)
         milliseconds = {
             name: round(1e3 * statistics.median(taken) / given.steps, 2) for name, taken in measured.seconds.items()
         }
         print(f"{measured.source}; {given.workers} processes, {given.repeats} pairs of {given.steps} iterations")
-        print(f"{milliseconds['ddp']} ms an iteration with DDP, {milliseconds['attach']} with attach")
-        print(f"DDP's time over attach's: {statistics.median(ratios):.3f} (95 % interval {low:.3f} to {high:.3f})")
+        print(", ".join(f"{each} ms an iteration with {name}" for name, each in milliseconds.items()))
+        print_ratios(ratios)
         facts |= {
             "workers": given.workers,
             "repeats": given.repeats,
             "milliseconds": milliseconds,
-            "ratio": round(statistics.median(ratios), 3),
-            "interval": [round(low, 3), round(high, 3)],
+            "ratios": ratios,
         }
 
 

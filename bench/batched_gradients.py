@@ -10,15 +10,15 @@ MNIST's shapes, and must agree before anything is timed. Everything is warmed up
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
+from _script import parse, ratio_of, told
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -28,6 +28,7 @@ from dure.job.models.mlp import mlp
 from dure.job.replica import Replica
 
 BATCH, HIDDEN = 16, 32
+WARM_UP = 10
 
 
 def make_replicas(workers: int) -> list[nn.Module]:
@@ -67,17 +68,18 @@ def gradient_of(module: nn.Module) -> Tensor:
 
 def seconds_of(contestants: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
     """Per contestant the seconds of each repeat; they take turns."""
+    warm_up = min(repeats, WARM_UP)
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
-    for repeat in range(repeats + 10):
+    for repeat in range(repeats + warm_up):
         for name, run in contestants.items():
             started = time.perf_counter()
             run()
-            if repeat >= 10:
+            if repeat >= warm_up:
                 seconds[name].append(time.perf_counter() - started)
     return seconds
 
 
-def measure(workers: int, repeats: int) -> dict[str, object]:
+def measure(workers: int, repeats: int) -> dict[str, Any]:
     modules = make_replicas(workers)
     works = make_works(modules)
     job = SimpleNamespace(model=lambda: mlp(784, HIDDEN, 10), loss=cross_entropy)
@@ -90,18 +92,19 @@ def measure(workers: int, repeats: int) -> dict[str, object]:
         "dure": lambda: gradient_engine.evaluate(works),
         "dure, exact": lambda: exact.evaluate(works),
     }
-    medians = {name: statistics.median(each) for name, each in seconds_of(contestants, repeats).items()}
+    seconds = seconds_of(contestants, repeats)
+    medians = {name: statistics.median(each) for name, each in seconds.items()}
     return {
-        "benchmark": "batched_gradients",
         "workers": workers,
-        "repeats": repeats,
+        "ratios": [
+            ratio_of(f"{name}, {workers} workers", "a loop over modules", each, seconds["loop"])
+            for name, each in seconds.items()
+            if name != "loop"
+        ],
         "gradients_per_second": {name: round(workers / median) for name, median in medians.items()},
         "ratio_to_loop": {name: round(medians["loop"] / median, 2) for name, median in medians.items()},
         "parameters": Replica(modules[0]).numel,
         "batch": BATCH,
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "machine": platform.processor() or platform.machine(),
         "rule": gradient_engine.rule,
     }
 
@@ -111,17 +114,16 @@ def main() -> None:
     parser.add_argument("--workers", type=int, nargs="+", default=[64])
     parser.add_argument("--repeats", type=int, default=60)
     parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
+    given = parse(parser, repeats=5)
     torch.set_num_threads(1)
-    results = [measure(workers, given.repeats) for workers in given.workers]
-    print(f"{'workers':>8}  {'how':<12}  {'gradients/s':>11}  {'to the loop':>11}")
-    for result in results:
-        for name, rate in result["gradients_per_second"].items():
-            print(f"{result['workers']:>8}  {name:<12}  {rate:>11,}  {result['ratio_to_loop'][name]:>10.2f}x")
-    text = json.dumps(results if len(results) > 1 else results[0])
-    if given.json:
-        given.json.write_text(text + "\n")
-    print(text)
+    with told("batched_gradients", given) as facts:
+        results = [measure(workers, given.repeats) for workers in given.workers]
+        print(f"{'workers':>8}  {'how':<12}  {'gradients/s':>11}  {'to the loop':>11}")
+        for result in results:
+            for name, rate in result["gradients_per_second"].items():
+                print(f"{result['workers']:>8}  {name:<12}  {rate:>11,}  {result['ratio_to_loop'][name]:>10.2f}x")
+        facts |= {"repeats": given.repeats, "ratios": [row for result in results for row in result.pop("ratios")]}
+        facts["rows"] = results
 
 
 if __name__ == "__main__":

@@ -15,7 +15,9 @@ from __future__ import annotations
 import argparse
 
 import torch
+from _script import parse, told
 from _side_by_side import (
+    Arm,
     Dure,
     Loop,
     Measured,
@@ -24,8 +26,8 @@ from _side_by_side import (
     must_agree,
     options,
     print_table,
+    summary,
     take_turns,
-    told,
     warm_up,
 )
 from torch.nn.parallel import DistributedDataParallel
@@ -35,9 +37,11 @@ from dure.run.prebuilt import Prebuilt
 from dure.run.resolve import resolve
 from dure.run.setup import Setup
 
+OURS, THEIRS = "dure bsp", "DistributedDataParallel"
+
 
 def ddp(setup: Setup, rank: int) -> Loop:
-    model = DistributedDataParallel(setup.job.build(setup.config.seed))
+    model = DistributedDataParallel(setup.job.build(setup.config.seeded))
     return Loop(setup, rank, model, torch.optim.SGD(model.parameters(), lr=setup.job.optimizer.lr))
 
 
@@ -45,25 +49,19 @@ def measure(rank: int, given: argparse.Namespace) -> Measured:
     """One of the processes."""
     config = TrainConfig(job=given.job, sync="bsp", on="local", workers=given.workers, steps=10**9)
     setup, _ = resolve(config, Prebuilt(job=load(given.job, given.data)))
-    arms = {"ddp": ddp(setup, rank), "dure": Dure(setup, rank)}
+    arms: dict[str, Arm] = {THEIRS: ddp(setup, rank), OURS: Dure(setup, rank)}
     warm_up(arms, given.steps)
     seconds = take_turns(arms, given.steps, given.repeats)
-    must_agree(arms, "dure", "ddp")
+    must_agree(arms, OURS, THEIRS)
     return Measured(setup.job.source, given.steps * sum(setup.batch_sizes), seconds)
 
 
 def main() -> None:
-    given = options(__doc__, job="mnist-cnn", steps=10, repeats=60).parse_args()
-    with told("bsp_vs_ddp", given.json) as facts:
+    given = parse(options(__doc__, job="mnist-cnn", steps=10, repeats=60), steps=1, repeats=2)
+    with told("bsp_vs_ddp", given) as facts:
         measured = in_processes(measure, given)
-        print_table(measured, [("dure", "ddp")], given)
-        facts |= {
-            "job": given.job,
-            "workers": given.workers,
-            "repeats": given.repeats,
-            "samples_per_second": {name: round(measured.rate(name), 1) for name in measured.seconds},
-            "ratio": round(measured.ratios("dure", "ddp")[0], 3),
-        }
+        print_table(measured, [(OURS, THEIRS)], given)
+        facts |= summary(measured, [(OURS, THEIRS)], given)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 from _char_gpt import GPT, loss_of, text
-from _side_by_side import told
+from _script import parse, told
 
 import dure
 from dure.errors import DivergedError
@@ -119,9 +119,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--only", default="", help="codecs whose text begins so, and fp32")
     parser.add_argument("--json", type=Path, default=None, metavar="FILE")
-    given = parser.parse_args()
+    given = parse(parser, steps=4, only="sign+")
     torch.set_num_threads(1)
-    with told("codec_advice", given.json) as facts:
+    with told("codec_advice", given) as facts:
         facts["rows"] = measure(given)
 
 

@@ -12,12 +12,14 @@ microseconds of a call and nanoseconds of a value, as the codecs state them for 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch
+from _script import parse, ratio_of, told
 
 from dure.codec import bits
 from dure.codec.coder import Coder, SliceLayout
@@ -53,11 +55,18 @@ def main() -> None:
     arguments.add_argument("--numel", type=int, default=25_000_000)
     arguments.add_argument("--repeats", type=int, default=9)
     arguments.add_argument("--costs", action="store_true")
-    given = arguments.parse_args()
+    arguments.add_argument("--json", type=Path)
+    given = parse(arguments, numel=1_000_000, repeats=2)
     torch.set_num_threads(1)
     if given.costs:
         print_costs()
         return
+    with told("codecs", given) as facts:
+        facts |= {"numel": given.numel, **compare(given)}
+
+
+def compare(given: argparse.Namespace) -> dict[str, Any]:
+    """Time all in turn, and print a line for each."""
     values = torch.randn(given.numel, generator=torch.Generator().manual_seed(0))
     steady = Strom(2.576).coder(SliceLayout.plain(given.numel))
     steady.encode(values)  # its residual is there from the first message on
@@ -74,7 +83,8 @@ def main() -> None:
     for name, seconds in medians.items():
         bar = f"  (at most {BARS[name]})" if name in BARS else ""
         print(f"{name:24} {seconds * 1e3:9.1f} ms {seconds / medians['copy']:7.2f}x{bar}")
-    print(json.dumps({"numel": given.numel, "ratio_to_copy": {n: s / medians["copy"] for n, s in medians.items()}}))
+    ratios = [ratio_of(name, "a copy", each[1:], times["copy"][1:]) for name, each in times.items() if name != "copy"]
+    return {"ratio_to_copy": {name: seconds / medians["copy"] for name, seconds in medians.items()}, "ratios": ratios}
 
 
 def print_costs() -> None:

@@ -11,11 +11,13 @@ from __future__ import annotations
 import argparse
 import statistics
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import _side_by_side as side
 import torch
 import torch.distributed as dist
+from _script import parse, print_ratios, ratio_of, told
 
 from dure.core.node import Group
 from dure.run.strategy import make
@@ -58,20 +60,21 @@ def connected(rank: int, workers: int) -> ProcessNode:
     return node
 
 
-def measure(rank: int, given: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Median seconds of one all-reduce, by size and algorithm."""
+def measure(rank: int, given: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
+    """Seconds of one all-reduce in each turn, by size and algorithm."""
     node, ranks = connected(rank, given.workers), range(given.workers)
     groups: dict[str, Group] = {"engine": ProcessGroup(node, ranks, None)}
     for name in given.algorithms:
         groups[name] = SentGroup(node, ranks, make(f"collective:algorithm={name}"), node.meter)
     found = {}
-    for size, (nbytes, steps) in SIZES.items():
+    for size in given.sizes:
+        nbytes, steps = SIZES[size]
         arms: dict[str, side.Arm] = {
             name: AllReduces(node, group, torch.zeros(nbytes // 4)) for name, group in groups.items()
         }
         side.warm_up(arms, steps)
         seconds = side.take_turns(arms, steps, given.repeats)
-        found[size] = {name: statistics.median(each) / steps for name, each in seconds.items()}
+        found[size] = {name: [taken / steps for taken in each] for name, each in seconds.items()}
     dist.barrier()
     node.services.clear()
     node.wire.close(1.0)
@@ -93,12 +96,23 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--algorithms", nargs="+", default=SENT, choices=SENT)
-    parser.add_argument("--json", type=side.Path)
-    given = parser.parse_args()
-    with side.told("collectives", given.json) as facts:
-        rows = side.in_processes(measure, given)
+    parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=SIZES)
+    parser.add_argument("--json", type=Path)
+    given = parse(parser, workers=2, repeats=2, sizes=["1 kB", "1 MB"])
+    with told("collectives", given) as facts:
+        found = side.in_processes(measure, given)
+        rows = {
+            size: {name: statistics.median(each) for name, each in seconds.items()} for size, seconds in found.items()
+        }
         show(rows)
-        facts |= {"workers": given.workers, "seconds": rows}
+        ratios = [
+            ratio_of(f"all_reduce of {size}, {name}, {given.workers} processes", "Gloo", each, seconds["engine"])
+            for size, seconds in found.items()
+            for name, each in seconds.items()
+            if name != "engine"
+        ]
+        print_ratios(ratios)
+        facts |= {"workers": given.workers, "seconds": rows, "ratios": ratios}
 
 
 if __name__ == "__main__":

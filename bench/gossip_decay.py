@@ -13,7 +13,6 @@ drawn apart from all others: the largest eigenvalue of the second moments, compu
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Sequence
 from functools import partial
@@ -23,6 +22,7 @@ from typing import Any
 import networkx as nx
 import numpy as np
 import torch
+from _script import parse, told
 from torch import nn
 
 from dure.core.mixing import mixing, pairwise_mixing
@@ -159,25 +159,23 @@ def draw(found: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
-    """Measure, print a table and one JSON object."""
+    """Measure, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=16)
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--figure", type=Path)
-    given = parser.parse_args()
+    given = parse(parser, workers=8, seeds=2)
     torch.set_num_threads(1)
-    found = [measure(name, given.workers, given.seeds) for name in GRAPHS]
-    print(f"{'graph':15} {'gap':>8} {'measured':>9} {'independent':>12} {'averagings/step':>16}")
-    for row in found:
-        numbers = f"{row['gap']:8.5f} {row['measured']:9.2f} {row['independent']:12.2f}"
-        print(f"{row['graph']:15} {numbers} {row['averagings_per_step']:16.2f}")
-    if given.figure is not None:
-        draw(found, given.figure)
-    facts = {"benchmark": "gossip_decay", "workers": given.workers, "seeds": given.seeds, "graphs": found}
-    if given.json is not None:
-        given.json.write_text(json.dumps(facts) + "\n")
-    print(json.dumps({**facts, "graphs": [{k: v for k, v in row.items() if k != "curve"} for row in found]}))
+    with told("gossip_decay", given) as facts:
+        found = [measure(name, given.workers, given.seeds) for name in GRAPHS]
+        print(f"{'graph':15} {'gap':>8} {'measured':>9} {'independent':>12} {'averagings/step':>16}")
+        for row in found:
+            numbers = f"{row['gap']:8.5f} {row['measured']:9.2f} {row['independent']:12.2f}"
+            print(f"{row['graph']:15} {numbers} {row['averagings_per_step']:16.2f}")
+        if given.figure is not None:
+            draw(found, given.figure)
+        facts |= {"workers": given.workers, "seeds": given.seeds, "graphs": found}
 
 
 if __name__ == "__main__":

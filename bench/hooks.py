@@ -22,9 +22,11 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from _script import ROOT, parse, ratio_of, told
 from _side_by_side import LIMIT, Loop, load, timed
 from torch.distributed import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
@@ -42,13 +44,12 @@ from dure.run.resolve import resolve
 from dure.run.setup import Setup
 from dure_studies import namespaces
 
-ROOT = Path(__file__).parents[1]
 WARM_UP = 3
 """Steps of each arm that are not counted: DDP and PowerSGD send the first ones whole."""
 
 RUN_SECONDS = 560.0
 LR = 1e-4  # a sign moves every parameter by as much
-MODELS = {"mnist-cnn": (10, 20), "mlp-25m": (1, 5)}
+MODELS = {"mnist-cnn": (10, 20), "mlp-25m": (1, 15)}
 """Steps of a repeat, and repeats."""
 
 MBIT = (1000.0, 100.0)
@@ -57,6 +58,10 @@ THRESHOLDS = {"mnist-cnn": 0.01, "mlp-25m": 0.001}
 """With which `strom` sends about one element in a hundred."""
 
 ONE_BUCKET = 1000  # MB
+
+HOOKS = {NO_HOOK: "DDP without a hook"}
+ALIKE = {"dure fp16": ("PyTorch fp16",), "dure sign": ("byte signs, all_gather", "byte signs, all_reduce")}
+"""Hooks of others that send the same information as dure's."""
 
 Future = torch.futures.Future[torch.Tensor]
 Register = Callable[[DistributedDataParallel], object]
@@ -193,14 +198,36 @@ def run(model: str, mbit: float, given: argparse.Namespace) -> None:
     print(f"{model} at {mbit:g} Mbit/s: {time.perf_counter() - began:.0f} s", file=sys.stderr)
 
 
-def table(rows: Path) -> str:
-    """A row for each hook; repeats of several runs count together."""
-    taken: dict[tuple[str, float], dict[str, list[tuple[float, float]]]] = {}
+Taken = dict[tuple[str, float], dict[str, list[tuple[float, float]]]]
+"""Seconds and bytes of each repeat, by model and Mbit/s, by hook."""
+
+
+def read(rows: Path) -> Taken:
+    """The kept rows; repeats of several runs count together."""
+    taken: Taken = {}
     for line in rows.read_text().splitlines():
         row = json.loads(line)
         place = taken.setdefault((row["model"], row["mbit_per_second"]), {})
         for name, found in row["arms"].items():
             place.setdefault(name, []).extend(found)
+    return taken
+
+
+def ratios(taken: Taken) -> list[dict[str, Any]]:
+    """Each of dure's codecs beside no hook, and beside the same codec of others where there is one."""
+    rows = []
+    for (model, mbit), found in taken.items():
+        for name in found:
+            if not name.startswith("dure "):
+                continue
+            for peer in (NO_HOOK, *ALIKE.get(name, ())):
+                sides = ([seconds for seconds, _ in found[each]] for each in (name, peer))
+                rows.append(ratio_of(f"{name}, {model} at {mbit:g} Mbit/s", HOOKS.get(peer, peer), *sides))
+    return rows
+
+
+def table(taken: Taken) -> str:
+    """A row for each hook."""
     parts = []
     for model in dict.fromkeys(model for model, _ in taken):
         widths = [mbit for each, mbit in taken if each == model]
@@ -230,7 +257,8 @@ def main() -> None:
     parser.add_argument("--rows", type=Path, default=Path("runs/hooks.jsonl"))
     parser.add_argument("--table", action="store_true", help="print the table of the rows there are")
     parser.add_argument("--on-host", action="store_true", help=argparse.SUPPRESS)
-    given = parser.parse_args()
+    parser.add_argument("--json", type=Path)
+    given = parse(parser, model="mnist-cnn", mbit=1000.0, steps=1, repeats=2, rows=Path("runs/hooks-smoke.jsonl"))
     if given.on_host:
         on_host(given)
         return
@@ -240,12 +268,15 @@ def main() -> None:
         if reason:
             print(f"skipped: {reason}")
             return
-        if given.model is None and given.mbit is None:
+        if given.smoke or (given.model is None and given.mbit is None):
             given.rows.unlink(missing_ok=True)
         for model in MODELS if given.model is None else [given.model]:
             for mbit in MBIT if given.mbit is None else [given.mbit]:
                 run(model, mbit, given)
-    print(table(given.rows))
+    with told("hooks", given) as facts:
+        taken = read(given.rows)
+        print(table(taken))
+        facts["ratios"] = ratios(taken)
 
 
 if __name__ == "__main__":

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
+from _script import ROOT, parse, told
 from virtual_network import seconds_per_step
 
 from dure.core import units
@@ -25,7 +25,7 @@ from dure_studies import namespaces
 from dure_studies.hybrid import ALL, CHOSEN, COLLECTIVES, NONE, PARAMETERS, SPARSE
 
 RUN_SECONDS = 300.0
-ENVIRON = {"PYTHONPATH": str(Path(__file__).parents[1] / "src"), "OMP_NUM_THREADS": "1"}
+ENVIRON = {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
 
 
 def options() -> argparse.Namespace:
@@ -33,14 +33,15 @@ def options() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--link", default="100 Mbit/s")
+    parser.add_argument("--only", type=int, help="so many of the strategies, from the first on")
     parser.add_argument("--json", type=Path)
-    return parser.parse_args()
+    return parse(parser, workers=2, steps=4, only=2)
 
 
 def strategies(workers: int) -> list[str]:
-    """By one way, by the hybrid's choice, and by hand."""
+    """By the hybrid's choice, by one way, and by hand."""
     alone = [f"bsp hybrid:servers={name}" for name in PARAMETERS]
-    return [COLLECTIVES, f"bsp ps:shards={workers},colocated=true", ALL, CHOSEN, NONE, *alone]
+    return [CHOSEN, COLLECTIVES, f"bsp ps:shards={workers},colocated=true", ALL, NONE, *alone]
 
 
 def for_real(hosts: namespaces.Hosts, steps: int, strategy: str) -> dict[str, Any]:
@@ -74,14 +75,14 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     given = options()
-    if namespaces.missing():
-        raise SystemExit(f"skipped: {namespaces.missing()}")
-    with namespaces.hosts(given.workers, bandwidth=units.rate(given.link)) as hosts:
-        rows = [for_real(hosts, given.steps, strategy) for strategy in strategies(given.workers)]
-    print(table(rows))
-    print(json.dumps(next(row["hybrid"] for row in rows if row["strategy"] == CHOSEN), indent=1))
-    if given.json is not None:
-        given.json.write_text(json.dumps({"load average": os.getloadavg(), "rows": rows}, indent=1))
+    if reason := namespaces.missing():
+        print(f"skipped: {reason}")
+        return
+    with told("hybrid", given) as facts:
+        with namespaces.hosts(given.workers, bandwidth=units.rate(given.link)) as hosts:
+            rows = [for_real(hosts, given.steps, each) for each in strategies(given.workers)[: given.only]]
+        print(table(rows))
+        facts |= {"workers": given.workers, "link": given.link, "rows": rows}
 
 
 if __name__ == "__main__":

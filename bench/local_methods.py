@@ -25,7 +25,6 @@ torchft 0.2.0 and torch 2.13 on the CPU all of this works. Without torchft its r
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import logging
 import os
 from collections.abc import Callable
@@ -35,6 +34,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from _script import absent, parse, told
 from _side_by_side import (
     Arm,
     Dure,
@@ -47,7 +47,6 @@ from _side_by_side import (
     print_table,
     summary,
     take_turns,
-    told,
     warm_up,
 )
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
@@ -66,13 +65,13 @@ PAIRS = [
     ("dure diloco", "torchft DiLoCo, AdamW inside"),
 ]
 
-HAS_TORCHFT = importlib.util.find_spec("torchft") is not None
+WITHOUT_TORCHFT = absent("torchft", "bench")
 
 Optimizer = Callable[[Any], torch.optim.Optimizer]
 
 
 def plain(setup: Setup, rank: int, optimizer: Optimizer | None = None) -> Loop:
-    model = setup.job.build(setup.config.seed)
+    model = setup.job.build(setup.config.seeded)
     made = torch.optim.SGD(model.parameters(), lr=setup.job.optimizer.lr) if optimizer is None else optimizer(model)
     return Loop(setup, rank, model, made)
 
@@ -169,7 +168,7 @@ def measure(rank: int, given: argparse.Namespace) -> Measured:
         "dure diloco": Dure(task_of(f"diloco:{period}"), rank),
     }
     with ExitStack() as held:
-        if HAS_TORCHFT:
+        if not WITHOUT_TORCHFT:
             torchft = Torchft(setup, rank, given.period, held)
             arms["torchft LocalSGD"] = torchft.local_sgd()
             arms["torchft DiLoCo, SGD inside"] = torchft.diloco("bmuf", None, lr=1.0, momentum=0.5)
@@ -186,18 +185,18 @@ def measure(rank: int, given: argparse.Namespace) -> Measured:
 def main() -> None:
     parser = options(__doc__, steps=100, repeats=60)
     parser.add_argument("--period", type=int, default=10)
-    given = parser.parse_args()
+    given = parse(parser, steps=10, repeats=2)
     if given.steps % given.period:
         parser.error(
             f"--steps must be a multiple of --period ({given.period}), so that each repeat has as many meetings"
         )
-    with told("local_methods", given.json) as facts:
+    with told("local_methods", given) as facts:
         measured = in_processes(measure, given)
         pairs = [pair for pair in PAIRS if pair[1] in measured.seconds]
         print_table(measured, pairs, given)
-        if not HAS_TORCHFT:
-            print("torchft is not installed, so nothing stands beside bmuf and diloco: pip install 'dure[bench]'")
-        facts |= summary(measured, pairs, given) | {"period": given.period}
+        if WITHOUT_TORCHFT:
+            print(WITHOUT_TORCHFT)
+        facts |= summary(measured, pairs, given)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -32,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _script import parse, told
 
 from dure.job.job import load_job
 from dure.planner.probe.probe import probe
@@ -64,6 +64,9 @@ class Goal:
 
 
 GOALS = {"mnist-mlp": Goal(0.93, 25), "mnist-cnn": Goal(0.80, 5)}
+REHEARSED = {"digits-mlp": Goal(0.2, 2)}
+"""The job of `--smoke`."""
+REHEARSED_STEPS = 10
 
 
 def _steps(mlp: int, cnn: int) -> dict[str, int]:
@@ -104,7 +107,7 @@ def crossed(history: Iterable[Mapping[str, Any]], target: float) -> float | None
 
 def trained(job: str, method: Method, seed: int, on: str, fork_server: ForkServer | None) -> Row:
     """One run: its seconds to the target, and per step."""
-    goal, steps = GOALS[job], method.steps[job]
+    goal, steps = (GOALS | REHEARSED)[job], method.steps.get(job, REHEARSED_STEPS)
     options = {"job": job, "strategy": method.strategy, "on": on, "workers": WORKERS, "steps": steps, "seed": seed}
     made = run(
         TrainConfig.of({**options, "eval_every": goal.every, **method.options}), Prebuilt(fork_server=fork_server)
@@ -170,7 +173,7 @@ def table(rows: Sequence[Row], jobs: Sequence[str], names: Sequence[str]) -> str
     """In Markdown: real, virtual and virtual / real, for the time to the target and the time per step."""
     lines = []
     for job in jobs:
-        head = f"`{job}` | seconds to {GOALS[job].target:.0%}, real | virtual | ratio"
+        head = f"`{job}` | seconds to {(GOALS | REHEARSED)[job].target:.0%}, real | virtual | ratio"
         lines += [f"| {head} | ms per step, real | virtual | ratio |", "|---|" + "---:|" * 6]
         for name in names:
             real, virtual = (
@@ -187,18 +190,24 @@ def table(rows: Sequence[Row], jobs: Sequence[str], names: Sequence[str]) -> str
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--jobs", nargs="*", choices=GOALS, default=list(GOALS))
+    parser.add_argument("--jobs", nargs="*", choices=GOALS | REHEARSED, default=list(GOALS))
     parser.add_argument("--stage", nargs="*", choices=STAGES, default=list(STAGES))
     parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--rows", type=Path, default=Path("one_machine.jsonl"))
-    given = parser.parse_args()
+    parser.add_argument("--json", type=Path)
+    rows = Path("runs/one-machine-smoke/rows.jsonl")
+    given = parse(parser, only=["bsp"], jobs=[*REHEARSED], seeds=1, rows=rows)
+    given.rows.parent.mkdir(parents=True, exist_ok=True)
+    if given.smoke:
+        given.rows.unlink(missing_ok=True)
     torch.set_num_threads(1)
     for place in ("real", "virtual"):
         if place in given.stage:
             fill(given, place)
     if "table" in given.stage:
-        print(table(read(given.rows), given.jobs, given.only))
-        print(f"load average {os.getloadavg()[0]:.2f}")
+        with told("one_machine", given) as facts:
+            print(table(read(given.rows), given.jobs, given.only))
+            facts["rows"] = [{**row, "history": len(row["history"])} for row in read(given.rows)]
 
 
 if __name__ == "__main__":

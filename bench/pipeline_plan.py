@@ -12,6 +12,9 @@ import argparse
 import math
 import random
 import time
+from pathlib import Path
+
+from _script import parse, told
 
 from dure.partition.plan import Level, plan
 from dure.partition.profile import BlockProfile, Profile
@@ -33,13 +36,18 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--layers", type=int, default=1000)
     parser.add_argument("--workers", type=int, default=64)
-    given = parser.parse_args()
-    for kind in ("equal", "uniform", "heavy-tailed"):
-        for bandwidth in BANDWIDTHS:
-            began = time.perf_counter()
-            found = plan(profile(kind, given.layers), [Level(given.workers, bandwidth)])
-            spent = time.perf_counter() - began
-            print(f"{kind:13} {bandwidth:8.0e} bytes/s: {spent:5.1f} s, {len(found.stages):2} stages")
+    parser.add_argument("--json", type=Path)
+    given = parse(parser, layers=60, workers=8)
+    with told("pipeline_plan", given) as facts:
+        facts |= {"layers": given.layers, "workers": given.workers, "rows": []}
+        for kind in ("equal", "uniform", "heavy-tailed"):
+            for bandwidth in BANDWIDTHS:
+                began = time.perf_counter()
+                found = plan(profile(kind, given.layers), [Level(given.workers, bandwidth)])
+                spent = time.perf_counter() - began
+                print(f"{kind:13} {bandwidth:8.0e} bytes/s: {spent:5.1f} s, {len(found.stages):2} stages")
+                row = {"times": kind, "bandwidth": f"{bandwidth:g}", "seconds": spent, "stages": len(found.stages)}
+                facts["rows"].append(row)
 
 
 if __name__ == "__main__":

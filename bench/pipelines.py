@@ -15,18 +15,19 @@ import argparse
 from itertools import chain
 
 import torch
+from _script import parse, told
 from _side_by_side import (
     CREDENTIALS,
+    Arm,
     Dure,
     Measured,
     Unheard,
     in_processes,
-    median_interval,
     must_agree,
     options,
     print_table,
+    summary,
     take_turns,
-    told,
     warm_up,
 )
 from torch import nn
@@ -77,7 +78,7 @@ class Stage(Dure):
         self.setup, self.node, self.until = setup, node, 0
         unheard = Unheard(setup, node)
         unheard.worker = self.worker = build_worker(setup, node, rank, node.meter)
-        self.worker.on_step = unheard._on_step
+        self.worker.on_step = unheard.on_step
         self.worker.boundary.suspend = lambda worker: worker.clock >= self.until
         self.worker.boundary.checkpoint = lambda: self.until
 
@@ -141,7 +142,7 @@ def measure(rank: int, given: argparse.Namespace) -> Measured:
         )
         return connected(config, job, rank)
 
-    arms = {
+    arms: dict[str, Arm] = {
         "gpipe": stage(f"gpipe:stages=2,micro={given.micro}"),
         "torch gpipe": Torch(setup_of(job), rank, ScheduleGPipe, given),
         "1f1b": stage(f"1f1b:stages=2,micro={given.micro}"),
@@ -165,23 +166,11 @@ def main() -> None:
     parser = options(__doc__, job="", steps=4, repeats=30)
     for name, default in (("batch", 256), ("micro", 8), ("width", 1024), ("depth", 8)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    given = parser.parse_args()
-    with told("pipelines", given.json) as facts:
+    given = parse(parser, steps=1, repeats=2, batch=32, micro=4, width=128, depth=4)
+    with told("pipelines", given) as facts:
         measured = in_processes(measure, given)
         print_table(measured, PAIRS, given)
-        for ours, theirs in PAIRS:
-            pairs = zip(measured.seconds[theirs], measured.seconds[ours], strict=True)
-            low, high = median_interval([their / our for their, our in pairs])
-            print(f"{ours} / {theirs}: 95 % interval of the median {low:.3f} to {high:.3f}")
-        facts |= {
-            "batch": given.batch,
-            "micro": given.micro,
-            "width": given.width,
-            "depth": given.depth,
-            "repeats": given.repeats,
-            "samples_per_second": {name: round(measured.rate(name), 1) for name in measured.seconds},
-            "ratios": {f"{a} / {b}": round(measured.ratios(a, b)[0], 3) for a, b in PAIRS},
-        }
+        facts |= summary(measured, PAIRS, given)
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _script import ROOT, parse, told
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -61,7 +62,6 @@ from dure.runtime.launch.fork_server import ForkServer
 from dure.runtime.launch.rendezvous import Rendezvous, place
 from dure_studies import namespaces
 
-ROOT = Path(__file__).parents[1]
 RUNS = 3
 WARM = 3
 RUN_SECONDS, FEWEST, MOST = 2.5, 8, 150
@@ -100,7 +100,13 @@ def wide_model() -> nn.Sequential:
     return nn.Sequential(*layers, nn.Linear(widths[-1], 10))
 
 
-JOBS = {"cnn": "mnist-cnn", "mlp": f"{Path(__file__).resolve()}:wide_mlp", "bert": "imdb-bert", "gpt": "char-gpt"}
+JOBS = {
+    "cnn": "mnist-cnn",
+    "mlp": f"{Path(__file__).resolve()}:wide_mlp",
+    "bert": "imdb-bert",
+    "gpt": "char-gpt",
+    "digits": "digits-mlp",
+}
 
 RING, AVERAGING = "bsp", f"averaging:period={PERIOD}"
 SERVERS, DOWNPOUR = "bsp ps:shards=2,colocated=true", "downpour ps:shards=2,colocated=true"
@@ -148,6 +154,9 @@ SETTINGS = (
 )
 """Nothing in the planner was fitted to, or chosen by, the scenes that are held out."""
 
+REHEARSAL = (Setting("digits", 2, None, (RING,)),)
+"""The scene of `--smoke`."""
+
 
 @dataclass(frozen=True)
 class Goal:
@@ -180,10 +189,11 @@ Row = dict[str, Any]
 def data_folder(rows: Path) -> Path:
     """The folder of data sets: the user's, with a small part of the film reviews."""
     folder = rows.absolute().parent / "plan-data"
-    reviews = folder / "imdb" / "aclImdb"
-    if not reviews.exists():
-        _few_reviews(data_root() / "imdb", folder / "imdb")
-    if not (folder / "mnist").exists():
+    reviews, archive = folder / "imdb" / "aclImdb", data_root() / "imdb" / "aclImdb_v1.tar.gz"
+    if not reviews.exists() and archive.exists():
+        _few_reviews(archive, folder / "imdb")
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / "mnist").exists() and (data_root() / "mnist").exists():
         (folder / "mnist").symlink_to(data_root() / "mnist")
     return folder
 
@@ -192,7 +202,7 @@ def _few_reviews(source: Path, target: Path) -> None:
     """Unpack REVIEWS reviews of each kind from the published archive."""
     target.mkdir(parents=True, exist_ok=True)
     counts: dict[str, int] = {}
-    with tarfile.open(source / "aclImdb_v1.tar.gz") as archive:
+    with tarfile.open(source) as archive:
         for member in archive:
             kind = member.name.rpartition("/")[0]
             if member.isfile() and kind.endswith(("/pos", "/neg")) and counts.setdefault(kind, 0) < REVIEWS:
@@ -300,6 +310,7 @@ class Bench:
 
     rows: Path
     until: float
+    runs: int = RUNS
 
     @property
     def late(self) -> bool:
@@ -358,7 +369,7 @@ class Bench:
         """The runs of each strategy that are missing."""
         for strategy in setting.strategies:
             row = {"setting": setting.name, "strategy": strategy}
-            missing = RUNS - len(self.kept(**row))
+            missing = self.runs - len(self.kept(**row))
             if missing <= 0:
                 continue
             predicted = timed(scene, strategy).seconds
@@ -372,7 +383,7 @@ class Bench:
         for goal in goals:
             row = {"goal": [setting.name, goal.strategy]}
             options = self._options(setting, scene, goal.strategy) | in_goal(goal)
-            missing = RUNS - len(self.kept(**row))
+            missing = self.runs - len(self.kept(**row))
             yield from [{"kind": "goal", "options": options, "row": row, "loss": goal.loss}] * max(0, missing)
 
     def _options(self, setting: Setting, scene: Scene, strategy: str) -> Row:
@@ -516,10 +527,10 @@ def table(bench: Bench, settings: Sequence[Setting]) -> Iterator[str]:
         yield f"Least tau {min(taus):.2f}, median {statistics.median(taus):.2f}."
 
 
-def by_strategy(bench: Bench) -> Iterator[str]:
+def by_strategy(bench: Bench, settings: Sequence[Setting]) -> Iterator[str]:
     """The errors of each strategy, over all settings: their median shows a systematic error."""
     errors: dict[str, list[float]] = {}
-    for setting in SETTINGS:
+    for setting in settings:
         for each in predictions(bench, setting):
             errors.setdefault(each.strategy, []).append(each.error)
     if errors:
@@ -557,11 +568,11 @@ def targets(bench: Bench) -> Iterator[str]:
         yield f"{judged(errors)}."
 
 
-def report(bench: Bench) -> str:
+def report(bench: Bench, settings: Sequence[Setting]) -> str:
     parts = {
-        "Seconds per step": table(bench, [each for each in SETTINGS if not each.held_out]),
-        "Scenes held out": table(bench, [each for each in SETTINGS if each.held_out]),
-        "Errors by strategy": by_strategy(bench),
+        "Seconds per step": table(bench, [each for each in settings if not each.held_out]),
+        "Scenes held out": table(bench, [each for each in settings if each.held_out]),
+        "Errors by strategy": by_strategy(bench, settings),
         "Time to a target": targets(bench),
     }
     lines = [HEAD]
@@ -585,14 +596,19 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="file of the table; standard output if left out")
     parser.add_argument("--table", action="store_true", help="measure nothing")
     parser.add_argument("--host", type=Path, help=argparse.SUPPRESS)
-    given = parser.parse_args()
+    parser.add_argument("--runs", type=int, default=RUNS, help="real runs of each strategy")
+    parser.add_argument("--json", type=Path)
+    given = parse(parser, runs=1, rows=Path("runs/plan-smoke/rows.jsonl"))
     if given.host is not None:
         on_host(json.loads(given.host.read_text()))
         return
     given.rows.parent.mkdir(parents=True, exist_ok=True)
-    bench = Bench(given.rows, min(time.time() + given.limit_seconds, 1e12))
+    if given.smoke:
+        given.rows.unlink(missing_ok=True)
+    bench = Bench(given.rows, min(time.time() + given.limit_seconds, 1e12), given.runs)
     reason = namespaces.missing()
-    for setting in () if given.table else SETTINGS:
+    settings = REHEARSAL if given.smoke else SETTINGS
+    for setting in () if given.table else settings:
         if bench.late or setting.name not in (given.scenes or [setting.name]):
             continue
         if setting.bandwidth is not None and reason:
@@ -602,11 +618,17 @@ def main() -> None:
             bench.measure(setting, [] if given.scenes else [each for each in GOALS if each.setting == setting.name])
         except DureError as error:
             say(f"{setting.name}: {error}")
-    text = report(bench)
-    if given.out is None:
-        print(text)
-    else:
-        given.out.write_text(text, encoding="utf-8")
+    with told("plan", given) as facts:
+        text = report(bench, settings)
+        if given.out is None:
+            print(text)
+        else:
+            given.out.write_text(text, encoding="utf-8")
+        facts["rows"] = [
+            {"scene": setting.name, "strategy": each.strategy, "seconds": each.measured, "predicted": each.predicted}
+            for setting in settings
+            for each in predictions(bench, setting)
+        ]
 
 
 if __name__ == "__main__":

@@ -12,11 +12,15 @@ A plan runs in a process of its own. `peak` is the largest memory of that proces
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import resource
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+from _script import ROOT, parse, told
 
 import dure
 from dure.job.job import Job, load_job
@@ -25,7 +29,7 @@ from dure.job.models.vgg16 import vgg16_shapes
 from dure.runtime.virtual.cluster import Cluster, InsideLink, Link, Machines
 from dure.runtime.virtual.compute import Constant
 
-RACK = Path(__file__).parents[1] / "examples/clusters/ten_gigabit_rack.yaml"
+RACK = ROOT / "examples/clusters/ten_gigabit_rack.yaml"
 
 
 def machines(count: int, flops: float, memory: int) -> Cluster:
@@ -45,11 +49,13 @@ PLANS: dict[str, tuple[Callable[[], Job], Callable[[], Cluster], int]] = {
     "bert": (lambda: base_shapes("bert"), lambda: machines(8, 5e13, 32 * 10**9), 64),
     "vgg": (vgg16_shapes, lambda: Cluster.from_yaml(RACK), 8),
     "gpt": (gpt, lambda: machines(32, 1e14, 80 * 10**9), 256),
+    "digits": (lambda: load_job("digits-mlp"), lambda: Cluster.uniform(2), 2),
 }
+LARGE = ("bert", "vgg", "gpt")
 
 
-def plan(name: str) -> None:
-    """Plan, and print the figures."""
+def plan(name: str) -> dict[str, Any]:
+    """Plan, print the figures, and return them."""
     made, cluster, workers = PLANS[name]
     start = time.perf_counter()
     found = dure.plan(made(), on=cluster())
@@ -61,18 +67,37 @@ def plan(name: str) -> None:
         f"{len(found.found.refused)} do not, {len(found.found.left)} were not timed.",
         flush=True,
     )
+    return {"plan": name, "seconds": seconds, "peak_gigabytes": peak / 1e6, "strategies": len(found.rows)}
 
 
 def main() -> None:
     """Plan each in a forked process."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", type=lambda text: text.split(","), default=list(PLANS))
-    for name in parser.parse_args().only:
-        child = os.fork()
-        if child == 0:
-            plan(name)
-            os._exit(0)
-        os.waitpid(child, 0)
+    parser.add_argument("--only", type=lambda text: text.split(","), default=list(LARGE))
+    parser.add_argument("--json", type=Path)
+    given = parse(parser, only=["digits"])
+    with told("plan_seconds", given) as facts:
+        facts["rows"] = [in_a_fork(name) for name in given.only]
+
+
+def in_a_fork(name: str) -> dict[str, Any]:
+    """What `plan` returns in a forked process. Raises `SystemExit` if that fails."""
+    source, sink = os.pipe()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            os.write(sink, json.dumps(plan(name)).encode())  # far less than a pipe holds
+            status = 0
+        finally:
+            os._exit(status)
+    os.close(sink)
+    with os.fdopen(source) as answer:
+        text = answer.read()
+    if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
+        raise SystemExit(f"the plan of {name} failed; its message is above.")
+    found: dict[str, Any] = json.loads(text)
+    return found
 
 
 if __name__ == "__main__":

@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import multiprocessing
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -22,6 +20,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from _script import parse, print_ratios, ratio_of, told
 from torch import Tensor
 
 from dure.core.node import Address
@@ -84,8 +83,8 @@ def through_server(node: ProcessNode, gradient: Tensor, into: Tensor, seq: int) 
     node.loop.run_until(node.spawn(push_and_pull(), "worker"))
 
 
-def measure(node: ProcessNode, values: int, repeats: int) -> dict[str, float]:
-    """Median seconds of both for `values` float32, alternating."""
+def measure(node: ProcessNode, values: int, repeats: int) -> dict[str, list[float]]:
+    """Seconds of both in each repeat for `values` float32, alternating."""
     gradient, into, back = torch.ones(values), torch.zeros(values), torch.zeros(values)
     runs: dict[str, Callable[[int], None]] = {
         "gloo": lambda _: over_gloo(gradient, back),
@@ -99,7 +98,7 @@ def measure(node: ProcessNode, values: int, repeats: int) -> dict[str, float]:
             seconds[name].append(time.perf_counter() - began)
     expected = -0.1 * (repeats + WARM_UP)
     assert torch.allclose(into, torch.full_like(into, expected), rtol=1e-4), "the server lost updates"
-    return {name: statistics.median(each[WARM_UP:]) for name, each in seconds.items()}
+    return {name: each[WARM_UP:] for name, each in seconds.items()}
 
 
 def free_port() -> int:
@@ -115,13 +114,30 @@ def main() -> None:
     parser.add_argument("--small", type=int, default=1_000)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+    given = parse(parser, values=1_000_000, repeats=3)
     torch.set_num_threads(1)
-    spawn = multiprocessing.get_context("spawn")
-    sizes, port = [args.values, args.small], free_port()
-    ours, theirs = spawn.Pipe()
-    server = spawn.Process(target=serve, args=(theirs, sizes), daemon=True)
-    peer = spawn.Process(target=echo, args=(port, sizes, args.repeats), daemon=True)
+    with told("push_pull", given) as facts:
+        results = in_turn(given)
+        print(f"{'values':>12} {'gloo':>12} {'dure':>12}")
+        for values, each in results.items():
+            gloo, dure = (statistics.median(each[name]) for name in ("gloo", "dure"))
+            print(f"{values:12,} {gloo * 1e3:9.3f} ms {dure * 1e3:9.3f} ms")
+        ratios = [
+            ratio_of(f"push and pull of {values:,} values", "Gloo send and receive", each["dure"], each["gloo"])
+            for values, each in results.items()
+        ]
+        print_ratios(ratios)
+        medians = {values: {name: statistics.median(s) for name, s in each.items()} for values, each in results.items()}
+        facts |= {"repeats": given.repeats, "seconds": medians, "ratios": ratios}
+
+
+def in_turn(given: argparse.Namespace) -> dict[int, dict[str, list[float]]]:
+    """Start the server and the peer, and measure; the seconds by number of values."""
+    context = multiprocessing.get_context("forkserver")
+    sizes, port = [given.values, given.small], free_port()
+    ours, theirs = context.Pipe()
+    server = context.Process(target=serve, args=(theirs, sizes), daemon=True)
+    peer = context.Process(target=echo, args=(port, sizes, given.repeats), daemon=True)
     server.start()
     peer.start()
     join_gloo(port, 0)
@@ -129,31 +145,11 @@ def main() -> None:
     if not ours.poll(60):
         raise SystemExit("the server did not start")
     node.directory["server 0"] = ("127.0.0.1", ours.recv())
-    results = {values: measure(node, values, args.repeats) for values in sizes}
+    results = {values: measure(node, values, given.repeats) for values in sizes}
     node.wire.close()
     server.join(10)
     peer.join(10)
-    print(f"{'values':>12} {'gloo':>12} {'dure':>12} {'dure/gloo speed':>16}")
-    for values, each in results.items():
-        gloo, dure = each["gloo"], each["dure"]
-        print(f"{values:12,} {gloo * 1e3:9.3f} ms {dure * 1e3:9.3f} ms {gloo / dure:15.2f}x")
-    big, small = results[args.values], results[args.small]
-    summary = {
-        "values": args.values,
-        "repeats": args.repeats,
-        "gloo_seconds": big["gloo"],
-        "dure_seconds": big["dure"],
-        "ratio": big["gloo"] / big["dure"],
-        "small_values": args.small,
-        "small_seconds": small["dure"],
-        "small_gloo_seconds": small["gloo"],
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
-    line = json.dumps(summary)
-    print(line)
-    if args.json is not None:
-        args.json.write_text(line + "\n")
+    return results
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import statistics
 from pathlib import Path
 
 import torch
-from _side_by_side import told
+from _script import parse, told
 
 import dure
 
@@ -37,10 +37,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--strategy", nargs="+", default=STRATEGIES)
     parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
+    given = parse(parser, steps=5, repeats=1, strategy=["ssp:bound=3"])
     torch.set_num_threads(1)
     seconds: dict[str, list[float]] = {strategy: [] for strategy in given.strategy}
-    with told("real_steps", given.json) as facts:
+    with told("real_steps", given) as facts:
         for repeat in range(given.repeats):
             for strategy, each in seconds.items():
                 each.append(step_seconds(strategy, given.workers, given.steps, repeat))

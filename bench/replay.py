@@ -26,9 +26,10 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from _side_by_side import median_interval, told
+from _script import need, parse, print_ratios, ratio_of, told
 
 from dure.rl.replay import Replay
 from dure.rl.transitions import STACKED, Column, FrameLayout, Layout, Transitions
@@ -67,11 +68,12 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=200)
     parser.add_argument("--frames", action="store_true")
     parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
+    given = parse(parser, capacity=10_000, batch=64, repeats=3, calls=10)
     if given.frames:
         time_frames(given)
         return
-    with told("replay", given.json) as facts:
+    need("cpprb", "bench")
+    with told("replay", given) as facts:
         facts |= {"capacity": given.capacity, "batch": given.batch, "message": given.message, "repeats": given.repeats}
         facts |= compare(given)
 
@@ -106,10 +108,10 @@ class Cpprb:
         self.replay.update_priorities(sample["indexes"], priorities)
 
 
-def compare(given: argparse.Namespace) -> dict[str, object]:
-    """Microseconds of a call in each, and the ratios, by what is timed."""
+def compare(given: argparse.Namespace) -> dict[str, Any]:
+    """Microseconds of a call in each by what is timed, and the ratios."""
     rng = np.random.default_rng(0)
-    arms = {"dure": Dure(given.capacity), "cpprb": Cpprb(given.capacity)}
+    arms: dict[str, Dure | Cpprb] = {"dure": Dure(given.capacity), "cpprb": Cpprb(given.capacity)}
     for _ in range(-(-given.capacity // FILL)):
         values, priorities = transitions(rng, FILL), rng.random(FILL, np.float32)
         for arm in arms.values():
@@ -121,13 +123,18 @@ def compare(given: argparse.Namespace) -> dict[str, object]:
         "sample and update": lambda arm, call: arm.learn(given.batch, errors[call % DIFFERENT]),
         "insert": lambda arm, call: arm.insert(messages[call % DIFFERENT], initial[call % DIFFERENT]),
     }
-    facts: dict[str, object] = {}
+    facts: dict[str, Any] = {"microseconds": {}, "ratios": []}
     for name, work in works.items():
         seconds: dict[str, list[float]] = {arm: [] for arm in arms}
         for repeat in range(given.repeats + 1):  # the first warms up
             for arm in sorted(arms, reverse=bool(repeat % 2)):
                 seconds[arm].append(timed(work, arms[arm], given.calls))
-        facts[name] = tell(name, {arm: found[1:] for arm, found in seconds.items()}, given.calls)
+        found = {arm: each[1:] for arm, each in seconds.items()}
+        micros = {arm: statistics.median(each) / given.calls * 1e6 for arm, each in found.items()}
+        print(f"{name:18} dure {micros['dure']:6.1f} us, cpprb {micros['cpprb']:6.1f} us; at least {BARS[name]}")
+        facts["microseconds"][name] = micros
+        facts["ratios"].append(ratio_of(name, "cpprb", found["dure"], found["cpprb"]))
+    print_ratios(facts["ratios"])
     return facts
 
 
@@ -136,17 +143,6 @@ def timed(work: Callable[[Dure | Cpprb, int], None], arm: Dure | Cpprb, calls: i
     for call in range(calls):
         work(arm, call)
     return time.perf_counter() - began
-
-
-def tell(name: str, seconds: dict[str, list[float]], calls: int) -> dict[str, object]:
-    ratios = [their / our for our, their in zip(seconds["dure"], seconds["cpprb"], strict=True)]
-    ratio, (low, high) = statistics.median(ratios), median_interval(ratios)
-    micros = {arm: statistics.median(found) / calls * 1e6 for arm, found in seconds.items()}
-    print(
-        f"{name:18} dure {micros['dure']:6.1f} us, cpprb {micros['cpprb']:6.1f} us: {ratio:.2f}x as fast "
-        f"(95 % interval {low:.2f} to {high:.2f}; at least {BARS[name]})"
-    )
-    return {"microseconds": micros, "ratio": ratio, "interval": [low, high], "bar": BARS[name]}
 
 
 def transitions(rng: np.random.Generator, count: int) -> Transitions:

@@ -43,7 +43,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from _side_by_side import CREDENTIALS, median_interval, told
+from _script import median_interval, parse, told
+from _side_by_side import CREDENTIALS
 from replay import ALPHA, BETA, CARTPOLE, DIFFERENT, FILL, transitions
 
 from dure.core.node import Address, Call, Reply, TensorSpec
@@ -324,20 +325,25 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=21)
     parser.add_argument("--seconds", type=float, default=0.4)
     parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
+    given = parse(parser, capacity=20_000, filled=10_000, batch=64, repeats=2, seconds=0.05, actors=1)
     torch.set_num_threads(1)
-    with ExitStack() as stack, told("replay_served", given.json) as facts:
-        facts |= {name: value for name, value in vars(given).items() if name != "json"}
-        facts |= compare(started(stack, given), given)
+    with ExitStack() as stack, told("replay_served", given) as facts:
+        facts |= {name: value for name, value in vars(given).items() if name not in ("json", "smoke")}
+        facts["rows"] = compare(started(stack, given), given)
+        facts["ratios"] = [
+            {"what": f"replay served, {name}", "peer": "the same calls in process"}
+            | {"ratio": row["ratio"], "interval": row["interval"], "pairs": given.repeats}
+            for name, row in facts["rows"].items()
+        ]
 
 
 def started(stack: ExitStack, given: argparse.Namespace) -> Bench:
     """Start all processes; they end with the `stack`."""
-    spawn = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
 
     def start(target: Any, *args: Any) -> Connection:
-        ours, theirs = spawn.Pipe()
-        process = spawn.Process(target=target, args=(*args, theirs, given), daemon=True)
+        ours, theirs = context.Pipe()
+        process = context.Process(target=target, args=(*args, theirs, given), daemon=True)
         process.start()
         stack.callback(process.join, 10)
         return ours

@@ -12,10 +12,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import statistics
 import subprocess
 import sys
 from pathlib import Path
+
+from _script import need, parse, told
 
 SHARED = "--env CartPole-v1 --n-step 3 --set double=true --set dueling=true --eval-episodes 20"
 SETTINGS = {
@@ -38,20 +41,35 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=40)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path("runs/rl-equal-time"))
-    given = parser.parse_args()
+    parser.add_argument("--only", nargs="+", choices=SETTINGS, default=list(SETTINGS))
+    parser.add_argument("--json", type=Path)
+    given = parse(parser, seconds=1.0, seeds=1, only=["dqn"], out=Path("runs/rl-equal-time-smoke"))
+    need("gymnasium", "rl")
+    if given.smoke:
+        shutil.rmtree(given.out, ignore_errors=True)
+    with told("rl_equal_time", given) as facts:
+        facts |= {"seconds": given.seconds, "rows": compare(given)}
+
+
+def compare(given: argparse.Namespace) -> dict[str, list[float]]:
+    """Make the runs, print the table, and write the report; the scores by setting."""
     program = [sys.executable, "-m", "dure"]
     print("| setting | score of each seed | best | frames/s | updates/s | samples per insert | parameter lag |")
     print("|---|---|---|---|---|---|---|")
-    folders = []
-    for name, command in SETTINGS.items():
+    folders, rows = [], {}
+    for name in given.only:
+        command = SETTINGS[name]
         found, scores = [], []
         for seed in range(given.seeds):
             folder = given.out / f"{name}-{seed}"
+            if given.smoke:
+                command = command.replace("--eval-episodes 20", "--eval-episodes 1").replace("every 500", "every 50")
             line = f"{command} --seconds {given.seconds:g} --seed {seed} --out {folder} --json"
             done = subprocess.run([*program, "rl", *line.split()], stdout=subprocess.PIPE, text=True, check=True)
             found.append(json.loads(done.stdout.splitlines()[-1]))
             scores.append(score(folder))
             folders.append(str(folder))
+        rows[name] = scores
         cells = [name, ", ".join(f"{each:.0f}" for each in scores)]
         cells.append(", ".join(f"{each['best_return']:.0f}" for each in found))
         for key in ("frames_per_second", "updates_per_second"):
@@ -60,6 +78,7 @@ def main() -> None:
         cells.append(f"{statistics.median(each['param_lag'] for each in found):,.0f}")
         print(f"| {' | '.join(cells)} |", flush=True)
     subprocess.run([*program, "report", *folders, "--out", str(given.out / "report.html")], check=True)
+    return rows
 
 
 if __name__ == "__main__":

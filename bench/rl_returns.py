@@ -16,7 +16,10 @@ import json
 import statistics
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any, NamedTuple
+
+from _script import need, parse, told
 
 
 class Aim(NamedTuple):
@@ -34,6 +37,7 @@ AIMS = {
     "cartpole-gorila": Aim(f"gorila --env CartPole-v1 --learners 2 --frames 60000 {LIKE_APEX}", 475),
     "cartpole-gorila-bsp": Aim(f"gorila --env CartPole-v1 --sync bsp --topology ps --frames 60000 {LIKE_APEX}", 475),
     "pong-apex": Aim("apex --env ALE/Pong-v5 --actors 2 --seconds 600 --eval-episodes 3 --eval-every 500", -20),
+    "smoke": Aim("dqn --env CartPole-v1 --frames 300 --set min_size=100 --eval-episodes 1", 475),
 }
 EPISODES = 100
 FIGURES = ("frames", "frames_per_second", "updates", "updates_per_second", "seconds")
@@ -65,23 +69,23 @@ def row(name: str, aim: Aim, runs: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default=",".join(name for name in AIMS if name != "pong-apex"))
+    parser.add_argument("--only", default=",".join(name for name in AIMS if name not in ("pong-apex", "smoke")))
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--json")
-    given = parser.parse_args()
-    found = {}
-    rows = []
-    for name in given.only.split(","):
-        found[name] = [run(AIMS[name].command, seed) for seed in range(given.seeds)]
-        rows.append(row(name, AIMS[name], found[name]))
-        print(rows[-1], flush=True)
-    heads = ("setting", "aim", "last model", "best", "met by the last and the best", *FIGURES)
-    print(f"\n| {' | '.join(heads)} |")
-    print(f"|{'---|' * len(heads)}")
-    print("\n".join(rows))
-    if given.json:
-        with open(given.json, "w") as file:
-            json.dump(found, file)
+    parser.add_argument("--json", type=Path)
+    given = parse(parser, only="smoke", seeds=1)
+    need("gymnasium", "rl")
+    if "pong" in given.only:
+        need("ale_py", "atari", "ale-py")
+    with told("rl_returns", given) as facts:
+        facts["runs"], rows = {}, []
+        for name in given.only.split(","):
+            facts["runs"][name] = [run(AIMS[name].command, seed) for seed in range(given.seeds)]
+            rows.append(row(name, AIMS[name], facts["runs"][name]))
+            print(rows[-1], flush=True)
+        heads = ("setting", "aim", "last model", "best", "met by the last and the best", *FIGURES)
+        print(f"\n| {' | '.join(heads)} |")
+        print(f"|{'---|' * len(heads)}")
+        print("\n".join(rows))
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 import xxhash
-from _side_by_side import told
+from _script import parse, told
 
 from dure.core.node import Call, Reply, TensorSpec
 from dure.runtime.wire import Credentials, Identity, Request, Respond, Wire, WireLimits
@@ -41,8 +41,6 @@ from dure.runtime.wire.integrity import KeyedSeals, check_tag
 
 SMALL_NBYTES = 300
 PIECE_NBYTES = 1 << 20
-BULK_NBYTES = 100_000_000
-CALLS = 2000
 TRANSPORTS = {"TCP, mac": ("mac", False), "TCP, checksum": ("checksum", False), "Unix socket": ("mac", True)}
 
 Seconds = dict[str, float]
@@ -127,20 +125,20 @@ def host(pipe: Connection, values: int, integrity: Any, unix: bool) -> None:
     wire.close()
 
 
-def calls(values: int, repeats: int) -> dict[str, Seconds]:
+def calls(given: argparse.Namespace) -> dict[str, Seconds]:
     """By transport: seconds of a small call, its codes' part of them, seconds of a push."""
-    found = {}
+    found, values = {}, given.values
     for name, (integrity, unix) in TRANSPORTS.items():
-        ours, theirs = multiprocessing.get_context("spawn").Pipe()
+        ours, theirs = multiprocessing.get_context("forkserver").Pipe()
         arguments = (theirs, values, integrity, unix)
-        process = multiprocessing.get_context("spawn").Process(target=host, args=arguments, daemon=True)
+        process = multiprocessing.get_context("forkserver").Process(target=host, args=arguments, daemon=True)
         process.start()
         limits, credentials = WireLimits(lent_nbytes=1 << 60), Credentials(bytes(32), integrity)
         wire = Wire(Identity("bench", "worker 0"), limits=limits, credentials=credentials)
         wire.connect("server 0", "127.0.0.1", ours.recv())
-        small = [ask(wire, "ping", []) for _ in range(CALLS)]
+        small = [ask(wire, "ping", []) for _ in range(given.calls)]
         gradient = torch.ones(values)
-        large = [ask(wire, "push", [gradient]) for _ in range(repeats + 2)][2:]
+        large = [ask(wire, "push", [gradient]) for _ in range(given.repeats + 2)][2:]
         wire.close()
         process.join(10)
         median = statistics.median(small)
@@ -186,7 +184,7 @@ def certificate(folder: Path) -> tuple[Path, Path] | None:
     return signed, key
 
 
-def serve_tls(pipe: Connection, signed: Path | None, key: Path | None, repeats: int) -> None:
+def serve_tls(pipe: Connection, signed: Path | None, key: Path | None, given: argparse.Namespace) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         pipe.send(listener.getsockname()[1])
         sock, _ = listener.accept()
@@ -197,10 +195,10 @@ def serve_tls(pipe: Connection, signed: Path | None, key: Path | None, repeats: 
         context.load_cert_chain(signed, key)
         sock = context.wrap_socket(sock, server_side=True)
     with sock:
-        for _ in range(CALLS):
+        for _ in range(given.calls):
             sock.sendall(received(sock, memoryview(bytearray(SMALL_NBYTES))))
-        place = memoryview(bytearray(BULK_NBYTES))
-        for _ in range(repeats):
+        place = memoryview(bytearray(given.bulk))
+        for _ in range(given.repeats):
             received(sock, place)
             sock.sendall(b"!")
 
@@ -214,14 +212,14 @@ def received(sock: socket.socket, place: memoryview) -> memoryview:
     return place
 
 
-def tls(repeats: int, folder: Path | None) -> Seconds | None:
+def tls(given: argparse.Namespace, folder: Path | None) -> Seconds | None:
     """Seconds of a round trip and of a transfer; plain without a `folder` for a certificate."""
     made = certificate(folder) if folder is not None else (None, None)
     if made is None:
         return None
-    spawn = multiprocessing.get_context("spawn")
-    ours, theirs = spawn.Pipe()
-    process = spawn.Process(target=serve_tls, args=(theirs, *made, repeats), daemon=True)
+    processes = multiprocessing.get_context("forkserver")
+    ours, theirs = processes.Pipe()
+    process = processes.Process(target=serve_tls, args=(theirs, *made, given), daemon=True)
     process.start()
     sock = socket.create_connection(("127.0.0.1", ours.recv()))
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -230,15 +228,15 @@ def tls(repeats: int, folder: Path | None) -> Seconds | None:
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.load_verify_locations(made[0])
         sock = context.wrap_socket(sock, server_hostname="127.0.0.1")
-    frame, bulk, place = bytes(SMALL_NBYTES), bytes(BULK_NBYTES), memoryview(bytearray(SMALL_NBYTES))
+    frame, bulk, place = bytes(SMALL_NBYTES), bytes(given.bulk), memoryview(bytearray(SMALL_NBYTES))
     small, large = [], []
     with sock:
-        for _ in range(CALLS):
+        for _ in range(given.calls):
             began = time.perf_counter()
             sock.sendall(frame)
             received(sock, place)
             small.append(time.perf_counter() - began)
-        for _ in range(repeats):
+        for _ in range(given.repeats):
             began = time.perf_counter()
             sock.sendall(bulk)
             received(sock, place[:1])
@@ -246,9 +244,7 @@ def tls(repeats: int, folder: Path | None) -> Seconds | None:
         kind = f"TLS, {sock.cipher()}" if isinstance(sock, ssl.SSLSocket) else "plain TCP"
     process.join(10)
     found = {"round_trip": statistics.median(small), "transfer": statistics.median(large)}
-    print(
-        f"{kind}: {found['round_trip'] * 1e6:.1f} us there and back, {BULK_NBYTES / found['transfer'] / 1e9:.2f} GB/s"
-    )
+    print(f"{kind}: {found['round_trip'] * 1e6:.1f} us there and back, {given.bulk / found['transfer'] / 1e9:.2f} GB/s")
     return found
 
 
@@ -256,14 +252,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--values", type=int, default=25_000_000)
+    parser.add_argument("--calls", type=int, default=2000, help="small calls and round trips")
+    parser.add_argument("--bulk", type=int, default=100_000_000, help="bytes of a transfer under TLS")
     parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
+    given = parse(parser, values=250_000, repeats=2, calls=50, bulk=1_000_000)
     torch.set_num_threads(1)
-    with told("sealing", given.json) as facts:
+    with told("sealing", given) as facts:
         facts["codes"] = codes()
-        facts["calls"] = calls(given.values, given.repeats)
+        facts["calls"] = calls(given)
         with tempfile.TemporaryDirectory() as folder:
-            facts["tcp"], facts["tls"] = tls(given.repeats, None), tls(given.repeats, Path(folder))
+            facts["tcp"], facts["tls"] = tls(given, None), tls(given, Path(folder))
 
 
 if __name__ == "__main__":

@@ -24,11 +24,9 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import importlib.util
 import json
 import multiprocessing
 import os
-import platform
 import statistics
 import threading
 import time
@@ -40,6 +38,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from _script import absent, parse, print_ratios, ratio_of, told
 
 from dure.core.node import Address
 from dure.job.optimizer import OptimizerSpec
@@ -49,7 +48,7 @@ from dure.topology.parameter_server.shard import Shard
 
 JOB = "server-throughput"
 CREDENTIALS = Credentials(bytes(32))  # the processes of a benchmark know them
-HAS_RAY = importlib.util.find_spec("ray") is not None
+WITHOUT_RAY = absent("ray", "bench")
 LIMIT = datetime.timedelta(seconds=120)
 WARM_UP = 2
 RATE = 0.1
@@ -260,21 +259,21 @@ def sizes_of(given: argparse.Namespace, workers: int) -> list[int]:
 
 def measure(workers: int, given: argparse.Namespace, ray_at: str | None) -> dict[int, dict[str, list[float]]]:
     """Seconds of every repeat of every arm, by values."""
-    spawn = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
     sizes = sizes_of(given, workers)
     store = dist.TCPStore("127.0.0.1", 0, None, True, LIMIT)
-    ours, theirs = spawn.Pipe()
-    answers, answer = spawn.Pipe(duplex=False)
+    ours, theirs = context.Pipe()
+    answers, answer = context.Pipe(duplex=False)
     per_size = [(WARM_UP + given.repeats) * (1 if values == given.values else given.small_rounds) for values in sizes]
-    server = spawn.Process(target=serve, args=(theirs, sizes, workers, 0), daemon=True)
-    peers = spawn.Process(target=echo, args=(store.port, workers, sizes, per_size), daemon=True)
+    server = context.Process(target=serve, args=(theirs, sizes, workers, 0), daemon=True)
+    peers = context.Process(target=echo, args=(store.port, workers, sizes, per_size), daemon=True)
     server.start()
     peers.start()
     if not ours.poll(60):
         raise SystemExit("the server did not start")
-    port, barrier = ours.recv(), spawn.Barrier(workers)
+    port, barrier = ours.recv(), context.Barrier(workers)
     members = [
-        spawn.Process(target=work, args=(rank, barrier, answer, given, port, store.port, ray_at), daemon=True)
+        context.Process(target=work, args=(rank, barrier, answer, given, port, store.port, ray_at), daemon=True)
         for rank in range(workers)
     ]
     for member in members:
@@ -288,34 +287,42 @@ def measure(workers: int, given: argparse.Namespace, ray_at: str | None) -> dict
     return measured
 
 
-def ratios(arms: dict[str, list[float]], mine: str) -> dict[str, float]:
-    """By how much an arm of dure's is faster than the others': medians over the repeats."""
-    others = [name for name in arms if not name.startswith("dure")]
-    pairs = {other: zip(arms[mine], arms[other], strict=True) for other in others}
-    return {other: round(statistics.median(theirs / ours for ours, theirs in each), 3) for other, each in pairs.items()}
+def ratios(arms: dict[str, list[float]], what: str) -> list[dict[str, Any]]:
+    """By how much each arm of dure's is faster than the others'; one call stands against one, two against two."""
+    return [
+        ratio_of(f"{mine}, {what}", other, arms[mine], arms[other])
+        for mine in arms
+        for other in arms
+        if mine.startswith("dure") and not other.startswith("dure")
+        if other == "gloo" or mine.endswith("one call") == other.endswith("one call")
+    ]
+
+
+def counted(workers: int) -> str:
+    return f"{workers} worker" if workers == 1 else f"{workers} workers"
 
 
 def throughput(given: argparse.Namespace) -> dict[str, Any]:
     """All numbers of workers, one after another."""
-    ray_at = begin_ray(given) if given.ray and HAS_RAY else None
-    rows, small = [], {}
+    ray_at = begin_ray(given) if given.ray and not WITHOUT_RAY else None
+    rows, small, compared = [], {}, []
     for workers in given.workers:
         measured = measure(workers, given, ray_at)
         arms, moved = measured[given.values], 8 * given.values * workers
-        row: dict[str, Any] = {"workers": workers, "bytes_per_second": {}, "ratios": {}}
+        row: dict[str, Any] = {"workers": workers, "bytes_per_second": {}}
         for name, seconds in arms.items():
             row["bytes_per_second"][name] = round(moved / statistics.median(seconds))
-        row["ratios"] = {mine: ratios(arms, mine) for mine in arms if mine.startswith("dure")}
         rows.append(row)
+        compared += ratios(arms, f"{counted(workers)}, {given.values:,} values")
         rates = ", ".join(f"{name} {rate / 1e9:.2f} GB/s" for name, rate in row["bytes_per_second"].items())
-        print(f"{workers} workers: {rates}; times as fast: {row['ratios']}")
+        print(f"{workers} workers: {rates}")
         if given.small in measured:
             small = {name: statistics.median(seconds) for name, seconds in measured[given.small].items()}
-            alone = [name for name in small if not name.startswith("dure")]
-            shares = {mine: {name: round(small[mine] / small[name], 3) for name in alone} for mine in row["ratios"]}
             print(f"{given.small:,} values: { ({name: f'{each * 1e3:.3f} ms' for name, each in small.items()}) }")
-            print(f"of the others' time: {shares}")
-    return {"values": given.values, "rows": rows, "small_values": given.small, "small_seconds": small}
+            compared += ratios(measured[given.small], f"{counted(workers)}, {given.small:,} values")
+    print_ratios(compared)
+    facts = {"values": given.values, "rows": rows, "small_values": given.small, "small_seconds": small}
+    return facts | {"ratios": compared}
 
 
 def begin_ray(given: argparse.Namespace) -> str:
@@ -363,11 +370,11 @@ def crowd(given: argparse.Namespace) -> dict[str, Any]:
     ]
     for caller in callers:
         caller.start()
-    told = [answers.recv() for _ in callers]
+    each = [answers.recv() for _ in callers]
     memory = ours.recv()
     for process in (*callers, server):
         process.join(20)
-    moved = sorted(nbytes for _, nbytes, _ in told)
+    moved = sorted(nbytes for _, nbytes, _ in each)
     grown = memory["peak"] - memory["before"]
     facts = {
         "callers": given.callers,
@@ -375,7 +382,7 @@ def crowd(given: argparse.Namespace) -> dict[str, Any]:
         "bytes_per_second": round(sum(moved) / given.seconds),
         "least_share": round(moved[0] * len(moved) / sum(moved), 3),
         "largest_share": round(moved[-1] * len(moved) / sum(moved), 3),
-        "longest_turn_seconds": round(max(longest for _, _, longest in told), 3),
+        "longest_turn_seconds": round(max(longest for _, _, longest in each), 3),
         "staging_budget": staging,
         "staging_peak": memory["staging"],
         "versions_nbytes": memory["versions"],
@@ -396,15 +403,13 @@ def main() -> None:
     parser.add_argument("--callers", type=int)
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
+    given = parse(parser, workers=[1, 2], values=250_000, small_rounds=5, repeats=2, seconds=1.0)
     given.values = given.values or (25_000_000 if given.callers is None else 2_000_000)
     torch.set_num_threads(1)
-    facts = throughput(given) if given.callers is None else crowd(given)
-    facts |= {"torch": torch.__version__, "python": platform.python_version(), "load": os.getloadavg()[0]}
-    line = json.dumps(facts)
-    print(line)
-    if given.json is not None:
-        given.json.write_text(line + "\n")
+    if WITHOUT_RAY and given.ray and given.callers is None:
+        print(WITHOUT_RAY)
+    with told("server_throughput", given) as facts:
+        facts |= throughput(given) if given.callers is None else crowd(given)
 
 
 if __name__ == "__main__":

@@ -15,15 +15,16 @@ import argparse
 from itertools import chain
 
 import torch
+from _script import parse, told
 from _side_by_side import (
+    Arm,
     Measured,
     in_processes,
-    median_interval,
     must_agree,
     options,
     print_table,
+    summary,
     take_turns,
-    told,
     warm_up,
 )
 from pipelines import CLASSES, LR, connected, setup_of
@@ -39,7 +40,8 @@ from dure.job.optimizer import OptimizerSpec
 from dure.run.config import TrainConfig
 from dure.run.setup import Setup
 
-PAIRS = [("dure", "dtensor")]
+OURS, THEIRS = "dure tensor", "DTensor"
+PAIRS = [(OURS, THEIRS)]
 
 
 def make_job(given: argparse.Namespace) -> Job:
@@ -95,10 +97,10 @@ def measure(rank: int, given: argparse.Namespace) -> Measured:
         workers=2,
         steps=10**9,
     )
-    arms = {"dure": connected(config, job, rank), "dtensor": Script(setup_of(job), rank)}
+    arms: dict[str, Arm] = {OURS: connected(config, job, rank), THEIRS: Script(setup_of(job), rank)}
     warm_up(arms, given.steps)
     seconds = take_turns(arms, given.steps, given.repeats)
-    must_agree(arms, "dure", "dtensor", atol=1e-3)
+    must_agree(arms, OURS, THEIRS, atol=1e-3)
     return Measured(
         f"{given.depth} pairs {given.width}-{given.inner}-{given.width}", given.steps * given.batch, seconds
     )
@@ -109,24 +111,11 @@ def main() -> None:
     for name, default in (("batch", 64), ("width", 512), ("inner", 2048), ("depth", 4)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--partition", default="tensor:ways=2")
-    given = parser.parse_args()
-    with told("tensor", given.json) as facts:
+    given = parse(parser, steps=1, repeats=2, batch=16, width=64, inner=128, depth=2)
+    with told("tensor", given) as facts:
         measured = in_processes(measure, given)
         print_table(measured, PAIRS, given)
-        ((ours, theirs),) = PAIRS
-        pairs = zip(measured.seconds[theirs], measured.seconds[ours], strict=True)
-        low, high = median_interval([their / our for their, our in pairs])
-        print(f"{ours} / {theirs}: 95 % interval of the median {low:.3f} to {high:.3f}")
-        facts |= {
-            "batch": given.batch,
-            "width": given.width,
-            "inner": given.inner,
-            "depth": given.depth,
-            "repeats": given.repeats,
-            "samples_per_second": {name: round(measured.rate(name), 1) for name in measured.seconds},
-            "ratio": round(measured.ratios(ours, theirs)[0], 3),
-            "interval": [round(low, 3), round(high, 3)],
-        }
+        facts |= summary(measured, PAIRS, given)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """How long each method takes to 95 % test accuracy on `mnist-mlp`, in four virtual clusters of 16 workers.
 
-    python bench/time_to_accuracy.py [--only NAME ...] [--clusters NAME ...] [--seeds 1] [--real] [--json FILE]
+    python bench/time_to_accuracy.py [--only NAME ...] [--clusters NAME ...] [--seeds 1] [--real] [--job mnist-mlp]
+        [--json FILE]
 
 Every run is the real training; its seconds are modelled (`docs/virtual-time.md`). A row of `METHODS` is what the page
 of the method recommends for this job: where it takes the mean of 16 gradients or models, that includes a larger rate. A
@@ -19,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _script import parse, told
 
 import dure
 from dure.core.target import Target
@@ -95,14 +96,14 @@ def cluster(name: str) -> Cluster:
 CLUSTERS = ("even", "straggler", "heavy tail", "slow links")
 
 
-def virtual(method: Method, on: str, seed: int) -> dict[str, Any]:
+def virtual(method: Method, on: str, seed: int, given: argparse.Namespace) -> dict[str, Any]:
     """One run in virtual time: its seconds to the target (None if it never got there) and where it ended."""
     began = time.perf_counter()
     run = dure.train(
-        "mnist-mlp",
+        given.job,
         strategy=method.strategy,
         on=cluster(on),
-        steps=method.steps,
+        steps=given.steps or method.steps,
         seed=seed,
         **{"eval_every": 10} | dict(method.options),
     )
@@ -116,14 +117,14 @@ def virtual(method: Method, on: str, seed: int) -> dict[str, Any]:
     }
 
 
-def real(method: Method, seed: int) -> dict[str, Any]:
+def real(method: Method, seed: int, given: argparse.Namespace) -> dict[str, Any]:
     """One run on processes of this machine; fewer than in virtual time, so each makes more steps."""
     run = dure.train(
-        "mnist-mlp",
+        given.job,
         strategy=method.strategy,
         on="local",
         workers=PROCESSES,
-        steps=3 * method.steps,
+        steps=3 * (given.steps or method.steps),
         seed=seed,
         **{**method.options, **method.few},
     )
@@ -160,11 +161,19 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=METHODS, default=list(METHODS))
     parser.add_argument("--clusters", nargs="*", choices=CLUSTERS, default=list(CLUSTERS))
     parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--job", default="mnist-mlp")
+    parser.add_argument("--steps", type=int, help="instead of those of each method")
     parser.add_argument("--real", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
-    given = parser.parse_args()
+    given = parse(parser, job="digits-mlp", steps=10, only=["bsp", "ssp"], clusters=["even"])
     torch.set_num_threads(1)
+    with told("time_to_accuracy", given) as facts:
+        facts |= {"job": given.job, "rows": measure(given)}
+
+
+def measure(given: argparse.Namespace) -> dict[str, dict[str, list[dict[str, Any]]]]:
+    """Make the runs, and print the table."""
     places = [f"{PROCESSES} processes"] if given.real else given.clusters
     found: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for name in given.only:
@@ -172,14 +181,14 @@ def main() -> None:
         for place in places:
             for seed in range(given.seeds):
                 method = METHODS[name]
-                found[name][place].append(real(method, seed) if given.real else virtual(method, place, seed))
+                made = real(method, seed, given) if given.real else virtual(method, place, seed, given)
+                found[name][place].append(made)
                 print(name, place, json.dumps(found[name][place][-1]), flush=True)
-    told = table(found, places, few=given.real)
-    print(told)
+    text = table(found, places, few=given.real)
+    print(text)
     if given.markdown is not None:
-        given.markdown.write_text(told + "\n", encoding="utf-8")
-    if given.json is not None:
-        given.json.write_text(json.dumps({"load average": os.getloadavg(), "rows": found}, indent=2), encoding="utf-8")
+        given.markdown.write_text(text + "\n", encoding="utf-8")
+    return found
 
 
 if __name__ == "__main__":

@@ -24,16 +24,15 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
-import os
 import statistics
 import time
 from collections.abc import Callable, Coroutine, Generator
 from functools import partial
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import simpy
+from _script import need, parse, print_ratios, ratio_of, told
 
 from dure.core.node import Operation
 from dure.run.callbacks import Callbacks
@@ -45,6 +44,9 @@ from dure.runtime.virtual.cluster import Cluster
 from dure.runtime.virtual.compute import LogNormal
 from dure.runtime.virtual.kernel import Kernel
 from dure.runtime.virtual.network import Network
+
+if TYPE_CHECKING:
+    import simpy
 
 WORKERS = (64, 1000)
 BULK = 100_000  # bytes
@@ -77,6 +79,8 @@ def ours(times: list[list[float]]) -> None:
 
 def theirs(times: list[list[float]]) -> None:
     """Every worker a SimPy process that times out after its times."""
+    import simpy
+
     environment = simpy.Environment()
 
     def role(own: list[float]) -> Generator[simpy.Event, None, None]:
@@ -125,8 +129,8 @@ def rate(count: int, action: Callable[[], None]) -> float:
         gc.enable()
 
 
-def time_outs(workers: int, total: int, repeats: int) -> dict[str, float]:
-    """Time-outs per second of both, and the median of their ratio."""
+def time_outs(workers: int, total: int, repeats: int) -> dict[str, Any]:
+    """Time-outs per second of both, in each pair and their medians, and the median of their ratio."""
     times = delays(workers, total // workers)
     count = workers * (total // workers)
     pairs = [(rate(count, lambda: ours(times)), rate(count, lambda: theirs(times))) for _ in range(repeats + 1)][1:]
@@ -134,6 +138,7 @@ def time_outs(workers: int, total: int, repeats: int) -> dict[str, float]:
         "dure": statistics.median(pair[0] for pair in pairs),
         "simpy": statistics.median(pair[1] for pair in pairs),
         "ratio": statistics.median(mine / other for mine, other in pairs),
+        "pairs": pairs,
     }
 
 
@@ -162,6 +167,8 @@ def ssp_processes(workers: int, steps: int, *, calls: bool) -> Callable[[], int]
     draws = [[stream.draw() for _ in range(steps)] for stream in streams]
 
     def run() -> int:
+        import simpy
+
         environment = simpy.Environment()
         server = Server(environment)
         if calls:
@@ -245,6 +252,11 @@ def ssp(workers: int, total: int, repeats: int) -> dict[str, Any]:
         for name, action in (("dure", mine), ("simpy", other), ("bare", bare)):
             rows[name].append(seconds_of(action))
     result: dict[str, Any] = {"steps per worker": steps}
+    spent_cpu = {name: [each.cpu for each in own] for name, own in rows.items()}
+    result["ratios"] = [
+        ratio_of(f"SSP run, {workers} workers", "SimPy processes", spent_cpu["dure"], spent_cpu["simpy"]),
+        ratio_of(f"SSP run, {workers} workers", "SimPy time-outs only", spent_cpu["dure"], spent_cpu["bare"]),
+    ]
     result["dure, time-outs and messages per step"] = [round(n / (workers * steps), 2) for n in (time_outs, messages)]
     result["simpy, time-outs and hand-overs per step"] = [TIME_OUTS, round(counted / (workers * steps) - TIME_OUTS, 2)]
     for clock in ("cpu", "wall"):
@@ -282,24 +294,39 @@ def quotient(a: float, b: float) -> float:
 
 
 def main() -> None:
-    """Measure, and print one JSON object."""
+    """Measure, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--events", type=int, default=200_000)
     parser.add_argument("--steps", type=int, default=20_000, help="worker steps in all, of the SSP run")
+    parser.add_argument("--workers", type=int, nargs="+", default=list(WORKERS))
     parser.add_argument("--only", choices=("kernel", "ssp"), help="one part of it")
-    given = parser.parse_args()
-    result: dict[str, Any] = {}
-    for workers in WORKERS if given.only != "ssp" else ():
-        result[f"time-outs/s, {workers} workers"] = time_outs(workers, given.events, given.repeats)
-        for name, nbytes, count in (("small", 100, given.events), ("bulk", BULK, given.events // 4)):
-            carry = partial(messages, workers, nbytes, count)
-            rates = [rate(count, carry) for _ in range(given.repeats)]
-            result[f"{name} messages/s, {workers} workers"] = statistics.median(rates)
-    for workers in WORKERS if given.only != "kernel" else ():
-        result[f"ssp run, {workers} workers"] = ssp(workers, given.steps, given.repeats)
-    result["load average"] = os.getloadavg()
-    print(json.dumps(result, indent=2))
+    parser.add_argument("--json", type=Path)
+    given = parse(parser, repeats=2, events=2_000, steps=160, workers=[16])
+    need("simpy", "bench")
+    with told("virtual_kernel", given) as facts:
+        facts["ratios"] = []
+        for workers in given.workers if given.only != "ssp" else ():
+            facts |= kernel(workers, given, facts["ratios"])
+        for workers in given.workers if given.only != "kernel" else ():
+            facts[f"ssp run, {workers} workers"] = found = ssp(workers, given.steps, given.repeats)
+            facts["ratios"] += found.pop("ratios")
+            print(f"an SSP run of {workers} workers: {found['cpu']['dure, microseconds per step']} us of CPU per step")
+        print_ratios(facts["ratios"])
+
+
+def kernel(workers: int, given: argparse.Namespace, ratios: list[dict[str, Any]]) -> dict[str, Any]:
+    """Time-outs and messages per second; the ratio to SimPy's is added to `ratios`."""
+    found: dict[str, Any] = {f"time-outs/s, {workers} workers": time_outs(workers, given.events, given.repeats)}
+    pairs = found[f"time-outs/s, {workers} workers"].pop("pairs")
+    seconds = ([1 / each[side] for each in pairs] for side in (0, 1))
+    ratios.append(ratio_of(f"time-outs, {workers} workers", "SimPy", *seconds))
+    for name, nbytes, count in (("small", 100, given.events), ("bulk", BULK, given.events // 4)):
+        carry = partial(messages, workers, nbytes, count)
+        rates = [rate(count, carry) for _ in range(given.repeats)]
+        found[f"{name} messages/s, {workers} workers"] = statistics.median(rates)
+        print(f"{workers} workers: {statistics.median(rates):,.0f} {name} messages a second")
+    return found
 
 
 if __name__ == "__main__":

@@ -24,24 +24,27 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import itertools
 import json
 import math
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import yaml
+from _script import ROOT, parse, told
 
-import dure.run.launchers.torchrun
 from dure.planner.probe.measure import step_seconds
 from dure.planner.probe.probe import probe
 from dure.planner.probe.synthetic_job import job_file, synthetic_job
+from dure.run.launchers import torchrun
+from dure.run.setup import Setup
 from dure.run.train import train
 from dure.runtime.launch.fork_server import ForkServer
 from dure.runtime.launch.rendezvous import Rendezvous, place
@@ -49,7 +52,6 @@ from dure.runtime.virtual.cluster import Cluster
 from dure.runtime.virtual.compute import LogNormal
 from dure_studies import namespaces
 
-ROOT = Path(__file__).parents[1]
 WARM = 2
 STEPS = 12
 RUNS = 3
@@ -159,6 +161,13 @@ HELD_OUT = (
 )  # fmt: skip
 """Written down after the model was last changed, before any of them was run."""
 
+REHEARSAL = (
+    Group(2, 1000, (
+        Setting("ssp:bound=1 ps", (0.05,), 0.01, steps=4),
+    ), servers=1),
+)  # fmt: skip
+"""That of `--smoke`: a server on a host of its own."""
+
 PER_HOST = (
     Group(4, 100, (
         Setting("bsp collective", (2, 2)),
@@ -203,25 +212,32 @@ def inside(namespace: str) -> Iterator[None]:
                 yield
 
 
-def keep_servers_apart(hosts: list[str], addresses: list[str]) -> None:
+@contextmanager
+def servers_apart(hosts: list[str], addresses: list[str]) -> Iterator[None]:
     """Servers start on `hosts` that have no worker, and not beside the worker that starts them."""
 
-    def start(setup: Any, rendezvous: Rendezvous, stack: ExitStack) -> None:
-        for number in range(setup.topology.servers):
-            if _owner(f"server {number}", rendezvous) != rendezvous.place.rank:
-                continue
-            with inside(hosts[number]):
-                fork_server = stack.enter_context(ForkServer())
-            fork_server.load(setup.plain())
-            given = rendezvous.get(f"start server {number}")
-            fork_server.start(f"server {number}", interface=addresses[number], **given)
-
-    def _owner(name: str, rendezvous: Rendezvous) -> int:
+    def rank_of(name: str, rendezvous: Rendezvous) -> int:
         kind, number = name.split()
         rest = rendezvous.place.world_size - 1
         return int(number) if kind == "worker" else 1 + int(number) % rest  # rank 0 starts its servers otherwise
 
-    dure.run.launchers.torchrun._start_servers, dure.run.launchers.torchrun._owner = start, _owner
+    def start(setup: Setup, rendezvous: Rendezvous, stack: ExitStack, mine: Mapping[str, Any]) -> None:
+        for number in range(setup.topology.servers):
+            name = f"server {number}"
+            if rank_of(name, rendezvous) != rendezvous.place.rank:
+                continue
+            with inside(hosts[number]):
+                fork_server = stack.enter_context(ForkServer())
+            fork_server.load(setup.plain())
+            given = rendezvous.get(f"start {name}")
+            fork_server.start(name, **{**mine, "interface": addresses[number]}, **given)
+
+    beside = torchrun.start_others, torchrun.rank_of
+    torchrun.start_others, torchrun.rank_of = start, rank_of
+    try:
+        yield
+    finally:
+        torchrun.start_others, torchrun.rank_of = beside
 
 
 def on_host(plan: dict[str, Any]) -> None:
@@ -239,11 +255,8 @@ def on_host(plan: dict[str, Any]) -> None:
         if found is not None:
             cluster = found.pop("cluster")
             write({"cluster": cluster.to_yaml(), "congestion": plan["congestion"], **found})
-    beside = dure.run.launchers.torchrun._start_servers, dure.run.launchers.torchrun._owner
     for number, (given, runs) in enumerate(plan["settings"]):
         setting = Setting(**given)
-        if setting.apart:
-            keep_servers_apart(plan["server_hosts"], plan["server_addresses"])
         path = Path(plan["folder"]) / f"job{number}.py"
         path.write_text(job_file(setting.sizes, setting.compute))
         rendezvous = Rendezvous(here, f"setting {number}")
@@ -253,21 +266,22 @@ def on_host(plan: dict[str, Any]) -> None:
             rendezvous.exchange(f"run {run}", True)
             out = Path(plan["folder"]) / f"{plan['batch']} {number} {run}"
             how: dict[str, Any] = {"strategy": setting.strategy, "steps": setting.steps, "eval_every": 1_000_000}
-            train(f"{path}:job", on="torchrun", trace=True, out=out, **how)
+            apart = servers_apart(plan["server_hosts"], plan["server_addresses"])
+            with apart if setting.apart else nullcontext():
+                train(f"{path}:job", on="torchrun", trace=True, out=out, **how)
             if here.rank == 0:
                 write({"setting": given, "compute": compute, "measured": seconds_per_step(out / "trace.json")})
-        dure.run.launchers.torchrun._start_servers, dure.run.launchers.torchrun._owner = beside
 
 
 # ---- all hosts of a group
 
 
-def measure(group: Group, rows: Path) -> None:
+def measure(group: Group, rows: Path, runs: int) -> None:
     """Measure what of `group` is not in `rows`."""
     there = read(rows).get(group.name, [])
     settings = [json.loads(json.dumps(asdict(setting))) for setting in group.settings]
-    left = [(each, RUNS - sum(row.get("setting") == each for row in there)) for each in settings]
-    left = [(each, runs) for each, runs in left if runs > 0]
+    left = [(each, runs - sum(row.get("setting") == each for row in there)) for each in settings]
+    left = [(each, missing) for each, missing in left if missing > 0]
     unprobed = not any("cluster" in row for row in there)
     if not left and not unprobed:
         return
@@ -280,8 +294,8 @@ def measure(group: Group, rows: Path) -> None:
         plan |= {"server_hosts": hosts.names[group.hosts :], "server_addresses": hosts.addresses[group.hosts :]}
         if unprobed:
             run(hosts, min(PROBED, group.hosts), group.per_host, plan | {"probe": True})
-        batches = [[(each, runs) for each, runs in left if not Setting(**each).engine]]
-        batches += [[(each, 1)] for each, runs in left if Setting(**each).engine for _ in range(runs)]
+        batches = [[each for each in left if not Setting(**each[0]).engine]]
+        batches += [[(each, 1)] for each, missing in left if Setting(**each).engine for _ in range(missing)]
         for number, batch in enumerate(batches):
             if batch:
                 run(hosts, group.hosts, group.per_host, plan | {"settings": batch, "batch": number})
@@ -365,15 +379,19 @@ def main() -> None:
     parser.add_argument("--group", type=int, help="one group of settings, counted from 0; all if left out")
     parser.add_argument("--held-out", action="store_true", help="the settings that nothing was chosen by")
     parser.add_argument("--per-host", action="store_true", help="the settings with two workers on each host")
+    parser.add_argument("--runs", type=int, default=RUNS, help="real runs of each setting")
     parser.add_argument("--rows", type=Path, default=Path("runs/virtual_network.jsonl"))
     parser.add_argument("--table", action="store_true", help="print the table of the kept measurements")
     parser.add_argument("--measure-only", action="store_true", help="leave the predictions, and the table, for later")
     parser.add_argument("--host", type=json.loads, help=argparse.SUPPRESS)
-    given = parser.parse_args()
+    parser.add_argument("--json", type=Path)
+    given = parse(parser, runs=1, rows=Path("runs/virtual-network-smoke.jsonl"))
     if given.host is not None:
         on_host(given.host)
         return
     groups: tuple[Group, ...] = PER_HOST if given.per_host else HELD_OUT if given.held_out else GROUPS
+    if given.smoke:
+        groups = REHEARSAL
     if given.group is not None:
         groups = groups[given.group : given.group + 1]
     if not given.table:
@@ -382,10 +400,14 @@ def main() -> None:
             print(f"skipped: {reason}")
             return
         given.rows.parent.mkdir(parents=True, exist_ok=True)
+        if given.smoke:
+            given.rows.unlink(missing_ok=True)
         for group in groups:
-            measure(group, given.rows)
+            measure(group, given.rows, given.runs)
     if not given.measure_only:
-        print(table(groups, given.rows))
+        with told("virtual_network", given) as facts:
+            print(table(groups, given.rows))
+            facts["rows"] = [row for row in itertools.chain(*read(given.rows).values()) if "measured" in row]
 
 
 if __name__ == "__main__":

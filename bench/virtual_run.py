@@ -15,15 +15,14 @@ the rest is the cost of simulating. It comes from one more run of each strategy,
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from _script import parse, print_ratios, ratio_of, told
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -156,7 +155,6 @@ def measure(strategies: Sequence[str], workers: int, steps: int, repeats: int) -
         return round(statistics.median(a / b for a, b in zip(seconds[loop], seconds[name], strict=True)), 2)
 
     return {
-        "benchmark": "virtual_run",
         "workers": workers,
         "steps": steps,
         "repeats": repeats,
@@ -166,23 +164,28 @@ def measure(strategies: Sequence[str], workers: int, steps: int, repeats: int) -
         "ratio_to_loop": {name: ratio(name, "loop") for name in strategies},
         "work_share": {name: round(work_share(contestants[name]), 2) for name in strategies},
         "ratio_to_loop_ready": {name: ratio(name, "loop, ready") for name in strategies},
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "machine": platform.processor() or platform.machine(),
-        "load average": os.getloadavg(),
+        "ratios": [
+            ratio_of(f"virtual run, {name}, {workers} workers", "a loop over modules", seconds[name], seconds["loop"])
+            for name in strategies
+        ],
     }
 
 
 def main() -> None:
-    """Measure, and print one JSON object."""
+    """Measure, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=64)
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--strategy", action="append")
-    given = parser.parse_args()
+    parser.add_argument("--json", type=Path)
+    given = parse(parser, workers=4, steps=4, repeats=2, strategy=["ssp:bound=3 ps:shards=1", "bsp"])
     torch.set_num_threads(1)
-    print(json.dumps(measure(given.strategy or STRATEGIES, given.workers, given.steps, given.repeats), indent=2))
+    with told("virtual_run", given) as facts:
+        facts |= measure(given.strategy or STRATEGIES, given.workers, given.steps, given.repeats)
+        for name, gradients in facts["gradients_per_cpu_second"].items():
+            print(f"{name:>24} {gradients:10,} gradients a second")
+        print_ratios(facts["ratios"])
 
 
 if __name__ == "__main__":

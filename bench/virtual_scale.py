@@ -20,13 +20,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
+
+from _script import parse, told
 
 STRATEGIES = ("bsp", "ssp ps:shards=8", "averaging", "ad-psgd gossip:graph=ring")
 WORKERS = (64, 1000, 10_000)
@@ -97,24 +98,29 @@ def table(found: dict[tuple[str, int], list[dict[str, float]]], workers: list[in
 
 
 def main() -> None:
-    """Measure, and print one JSON object."""
+    """Measure, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, nargs="+", default=list(WORKERS))
     parser.add_argument("--strategy", nargs="+", default=list(STRATEGIES))
     parser.add_argument("--steps", type=int, default=20, help="mini-batches of each worker")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--one", action="store_true", help="measure one pair in this process")
-    given = parser.parse_args()
+    parser.add_argument("--json", type=Path)
+    given = parse(parser, workers=[8, 128], strategy=["bsp"], steps=2, repeats=1)
     if given.one:
         print(json.dumps(measure(given.strategy[0], given.workers[0], given.steps)))
         return
     found: dict[tuple[str, int], list[dict[str, float]]] = {}
-    for _ in range(given.repeats):
-        for strategy in given.strategy:
-            for workers in given.workers:
-                found.setdefault((strategy, workers), []).append(measure_apart(strategy, workers, given.steps))
-    result = {"benchmark": "virtual_scale", "job": JOB, "steps": given.steps, "repeats": given.repeats}
-    print(json.dumps(result | table(found, given.workers) | {"load average": os.getloadavg()}, indent=2))
+    with told("virtual_scale", given) as facts:
+        for _ in range(given.repeats):
+            for strategy in given.strategy:
+                for workers in given.workers:
+                    found.setdefault((strategy, workers), []).append(measure_apart(strategy, workers, given.steps))
+        rows = table(found, given.workers)
+        for strategy, by_count in rows.items():
+            for count, row in by_count.items():
+                print(f"{strategy:>24} {count:6} workers: {', '.join(f'{name} {each}' for name, each in row.items())}")
+        facts |= {"job": JOB, "steps": given.steps, "repeats": given.repeats, "rows": rows}
 
 
 if __name__ == "__main__":

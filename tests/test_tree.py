@@ -259,6 +259,59 @@ def test_every_member_has_a_public_name(axis):
         assert getattr(dure, place.partition(":")[2]) is load(place)
 
 
+SCRIPTS = sorted(path for folder in ("bench", "examples") for path in (ROOT / folder).rglob("*.py"))
+
+
+def is_private(text):
+    return any(part.startswith("_") and not part.startswith("__") for part in text.split("."))
+
+
+def private_names(syntax):
+    """Private names of dure in a script, as (line, name): imported, read from an object, or of a class of dure."""
+    statements = [node for node in ast.walk(syntax) if isinstance(node, ast.Import | ast.ImportFrom)]
+    origins = {}  # module of each imported name
+    for node in statements:
+        module = getattr(node, "module", None)
+        for alias in node.names:
+            origins[alias.asname or alias.name.partition(".")[0]] = module or alias.name
+            if (module or alias.name).split(".")[0] == "dure" and is_private(f"{module}.{alias.name}"):
+                yield node.lineno, alias.name
+    ours = {each for each, module in origins.items() if module.split(".")[0] == "dure"}
+    for node in ast.walk(syntax):
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            owner = ast.unparse(node.value)
+            root = owner.partition(".")[0]
+            if root not in ("self", "cls", "super()") and (root in ours or root not in origins):
+                yield node.lineno, f"{owner}.{node.attr}"
+        if isinstance(node, ast.ClassDef) and any(dotted(base).partition(".")[0] in ours for base in node.bases):
+            names = [getattr(each, "name", getattr(each, "attr", "")) for each in ast.walk(node)]
+            yield from ((node.lineno, f"{node.name}.{each}") for each in names if is_private(each or ""))
+
+
+def test_benches_and_examples_use_no_private_name_of_dure():
+    assert len(SCRIPTS) >= 50
+    assert [
+        f"{path.relative_to(ROOT)}:{line} {each}" for path in SCRIPTS for line, each in private_names(tree(path))
+    ] == []
+
+
+@pytest.mark.parametrize(
+    ("script", "found"),
+    [
+        ("from dure.run.launchers.torchrun import _owner", "_owner"),
+        ("from dure.topology._hidden import Shard", "Shard"),
+        ("import dure.run.train as train\ntrain._check()", "train._check"),
+        ("import dure\ndure.run.launchers._start = None", "dure.run.launchers._start"),
+        ("def tell(life):\n    life._on_step()", "life._on_step"),
+        ("from dure.run.process import WorkerProcess\nclass A(WorkerProcess):\n    def _tell(self): ...", "A._tell"),
+        ("import os\nos._exit(1)", None),
+        ("class A:\n    def _own(self): return self._own", None),
+    ],
+)
+def test_a_private_name_of_dure_is_seen(script, found):
+    assert [each for _, each in private_names(ast.parse(script))] == ([] if found is None else [found])
+
+
 DEFINED_TWICE = {"Column", "Layout", "Span"}
 """Public class names that still stand for two things. A name that is defined once must leave this set."""
 

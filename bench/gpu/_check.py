@@ -21,7 +21,7 @@ import torch
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "tests")]
 
-from _side_by_side import median_interval, told  # noqa: E402
+from _script import median_interval, told  # noqa: E402
 from accelerator import target  # noqa: E402
 
 PAIRS = 15
@@ -153,7 +153,7 @@ def main(
         target.prepare()
         print("\n".join(table(setting)))
         return
-    with told(Path(sys.argv[0]).stem, given.json) as facts:
+    with told(Path(sys.argv[0]).stem, given) as facts:
         facts["device"] = _name(given.device)
         facts["checks"] = {number: made(number, checks[number], setting) for number in given.only}
     if not given.rehearse and any(row.get("met") is False for rows in facts["checks"].values() for row in rows):

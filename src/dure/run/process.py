@@ -266,7 +266,7 @@ class WorkerProcess(RunProcess):
         mapped = await setup.of_worker(node.rank).topology.map(worker)
         if mapped and engine is not None:
             engine.read_in_place(*mapped)
-        worker.on_step = self._on_step
+        worker.on_step = self.on_step
         worker.on_boundary = self._on_boundary
         if worker.sessions.rows is not None:
             worker.sessions.rows.client.copies = self.snapshots.is_due
@@ -350,7 +350,8 @@ class WorkerProcess(RunProcess):
 
     # ---- while it works
 
-    def _on_step(self, worker: Worker, gradient: Gradient) -> None:
+    def on_step(self, worker: Worker, gradient: Gradient) -> None:
+        """Report progress if that is due, and take the snapshots that are due: called after each gradient."""
         now = self.node.now()
         if now >= self._said + PROGRESS_SECONDS or worker.clock == self.setup.steps:
             self._report(now)
@@ -366,7 +367,7 @@ class WorkerProcess(RunProcess):
         """Report this worker's steps to the driver."""
         worker, self._said = self.worker, now
         done, at = worker.clock - worker.joined_at, self.snapshots.at
-        self._tell("progress", steps=worker.clock, at=at, done=done, loss=worker.loss, bytes=self._bytes_sent())
+        self.tell("progress", steps=worker.clock, at=at, done=done, loss=worker.loss, bytes=self._bytes_sent())
 
     def _counts(self) -> dict[str, int]:
         """Traffic of this worker, that before the checkpoint it was restored from included."""
@@ -381,7 +382,7 @@ class WorkerProcess(RunProcess):
     def _bytes_sent(self) -> int:
         return self._counts()["bytes_sent"]
 
-    def _tell(self, method: str, **fields: Any) -> None:
+    def tell(self, method: str, **fields: Any) -> None:
         """Call the driver without waiting for its answer."""
         self.node.call(DRIVER_ADDRESS, method, **fields)
 

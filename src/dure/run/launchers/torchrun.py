@@ -184,7 +184,7 @@ class RankLauncher:
         self._fork_server.signal(name, number)
 
     def start(self, name: str, **arguments: Any) -> None:
-        if _owner(name, self._meeting) == 0:
+        if rank_of(name, self._meeting) == 0:
             self._fork_server.start(name, interface=self._meeting.place.interface, **arguments)
         else:
             del arguments["credentials"]  # each rank has them; they must not be in the store
@@ -211,7 +211,7 @@ def _follow(config: TrainConfig, rendezvous: Rendezvous, setup: Setup) -> Run:
     with ExitStack() as stack:
         monitor = RankMonitor(rendezvous, credentials, config.frozen_after)
         stack.callback(monitor.close)
-        _start_others(setup, rendezvous, stack, mine)
+        start_others(setup, rendezvous, stack, mine)
         given = rendezvous.get(f"start worker {rank}")
         try:
             be_member(setup, LaunchSpec.of(name=f"worker {rank}", **mine, **given), monitor.check)
@@ -233,10 +233,10 @@ def _check_companions(setup: Setup) -> None:
         )
 
 
-def _start_others(setup: Setup, rendezvous: Rendezvous, stack: ExitStack, mine: Mapping[str, Any]) -> None:
+def start_others(setup: Setup, rendezvous: Rendezvous, stack: ExitStack, mine: Mapping[str, Any]) -> None:
     """Start the servers and companions of this rank."""
     others = [str(node.id) for node in setup.deployment.nodes if node.id.kind != WORKER]
-    names = [name for name in others if _owner(name, rendezvous) == rendezvous.place.rank]
+    names = [name for name in others if rank_of(name, rendezvous) == rendezvous.place.rank]
     if not names:
         return
     fork_server = stack.enter_context(ForkServer())
@@ -251,6 +251,6 @@ def _let_rank_0_speak(rendezvous: Rendezvous) -> None:
         rendezvous.get("record", WORD_SECONDS)
 
 
-def _owner(name: str, rendezvous: Rendezvous) -> int:
+def rank_of(name: str, rendezvous: Rendezvous) -> int:
     """The rank that starts the process `name`."""
     return NodeId.of(name).rank % rendezvous.place.world_size

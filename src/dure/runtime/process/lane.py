@@ -37,7 +37,7 @@ Send = Callable[[Tensors, Tensors | None, Done], None]
 
 
 @dataclass(slots=True, eq=False)
-class _Message:
+class LaneMessage:
     """A message on its way to the wire, in the queue of its `key`.
 
     `computed`: on the caller's stream, `tensors` hold their values and `into`, the memory for a reply, is free.
@@ -49,7 +49,7 @@ class _Message:
     tensors: Tensors
     into: Tensors
     computed: torch.Event
-    leave: Callable[[_Message], None]
+    leave: Callable[[LaneMessage], None]
     ready: bool = False
     copied: torch.Event | None = None
     outgoing: torch.Tensor | None = None
@@ -66,7 +66,7 @@ class _Message:
         return self.ready
 
 
-class _Queue(deque[_Message]):
+class _Queue(deque[LaneMessage]):
     """Messages of one key that have not left yet. `polled`: the loop asks for the event of the first."""
 
     polled = False
@@ -117,14 +117,14 @@ class Lane:
             send(tensors, into, done)
             return
 
-        def leave(message: _Message) -> None:
+        def leave(message: LaneMessage) -> None:
             if operation.done:  # it was cancelled
                 self._release(message)
                 return
             room = None if into is None else cut(message.incoming, message.into)
             send(cut(message.outgoing, message.tensors), room, lambda answer: done(self._arrived(message, answer)))
 
-        message = _Message(key, tensors, into or (), self._here().record_event(), leave)
+        message = LaneMessage(key, tensors, into or (), self._here().record_event(), leave)
         operation.when_done(lambda: self._release(message))
         self._enqueue(message)
 
@@ -142,12 +142,12 @@ class Lane:
     def _answer(self, caller: str, reply: Reply, respond: Done) -> None:
         """Answer a call of `caller`; the tensors of the reply are copied to pinned memory first."""
 
-        def leave(message: _Message) -> None:
+        def leave(message: LaneMessage) -> None:
             reply.release()
             sent = cut(message.outgoing, message.tensors)
             respond(Reply(reply.fields, sent, release=lambda: self._release(message)))
 
-        self._enqueue(_Message(f"answers to {caller}", reply.tensors, (), self._here().record_event(), leave))
+        self._enqueue(LaneMessage(f"answers to {caller}", reply.tensors, (), self._here().record_event(), leave))
 
     def received(self, tensors: Tensors) -> Tensors:
         """The tensors of a call of another process, on the device. Their memory on the host is free afterwards."""
@@ -164,7 +164,7 @@ class Lane:
         """Whether messages wait for their copies to pinned memory."""
         return any(self._queues.values())
 
-    def _enqueue(self, message: _Message) -> None:
+    def _enqueue(self, message: LaneMessage) -> None:
         self._queues.setdefault(message.key, _Queue()).append(message)
         self._advance(message.key)
 
@@ -179,7 +179,7 @@ class Lane:
         if not queue.polled and self._give_to_wire(queue):
             self._loop.poll(lambda: self._give_to_wire(queue))
 
-    def _take_buffers(self, message: _Message) -> bool:
+    def _take_buffers(self, message: LaneMessage) -> bool:
         """Take the pinned memory of a message and its reply; False if it is in use."""
         outgoing, incoming = aligned_nbytes(message.tensors), aligned_nbytes(message.into)
         if outgoing:
@@ -193,7 +193,7 @@ class Lane:
                 return False
         return True
 
-    def _start_copy(self, message: _Message) -> None:
+    def _start_copy(self, message: LaneMessage) -> None:
         if message.outgoing is None:
             message.ready = True
             return
@@ -214,7 +214,7 @@ class Lane:
         queue.polled = bool(queue) and queue[0].begun
         return queue.polled
 
-    def _arrived(self, message: _Message, answer: Reply | RemoteError) -> Reply | RemoteError:
+    def _arrived(self, message: LaneMessage, answer: Reply | RemoteError) -> Reply | RemoteError:
         """Start to copy the tensors of a reply to the device. The caller's stream waits for them, the host does not."""
         buffer = message.incoming
         if not isinstance(answer, Reply):
@@ -233,18 +233,18 @@ class Lane:
         self._loop.poll(lambda: not (copied.query() and self._free(message, buffer)))
         return Reply(answer.fields, message.into)
 
-    def _free(self, message: _Message, buffer: torch.Tensor) -> bool:
+    def _free(self, message: LaneMessage, buffer: torch.Tensor) -> bool:
         """Return the memory of a reply that has been copied."""
         self.pool.give_back(f"replies to {message.key}", buffer)
         self._advance(message.key)
         return True
 
-    def _release(self, message: _Message) -> None:
+    def _release(self, message: LaneMessage) -> None:
         """Return the memory of a message that the wire does not need any more."""
         self._return(message)
         self._advance(message.key)
 
-    def _return(self, message: _Message) -> None:
+    def _return(self, message: LaneMessage) -> None:
         if message.outgoing is not None:
             self.pool.give_back(message.key, message.outgoing)
             message.outgoing = None
