@@ -4,6 +4,8 @@
 # make soak   tests that take hours together
 # make accelerator   build the device of tests/accelerator, where there is a C++ compiler
 # make test-gpu   the checks of docs/gpu.md that need a GPU and measure no speed
+# make bench  dure beside its peers, in about an hour; the table of docs/benchmarks.md
+# make bench-model  plans, networks, time to accuracy and returns against real runs, in hours
 # make quick  a part of it for every day, in under two minutes
 PYTHON ?= python3
 BIN := .venv/bin
@@ -13,7 +15,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 PROCESSES ?= $(shell test "$$(env -u OMP_NUM_THREADS nproc 2>/dev/null || echo 1)" -gt 1 && echo 2 || echo 0)
 
-.PHONY: setup test all soak quick lint format demo bench accelerator test-gpu clean
+.PHONY: setup test all soak quick lint format demo bench bench-model accelerator test-gpu clean
 
 setup: $(STAMP)
 
@@ -75,8 +77,12 @@ accelerator: setup
 test-gpu: setup
 	$(BIN)/python bench/gpu/all_checks.py correctness
 
+# SMOKE=1: small sizes, nothing is written to docs/; BEFORE=CHECKOUT: this checkout against another one as well
 bench: setup
-	@for script in bench/[!_]*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+	$(BIN)/python bench/all_ratios.py $(if $(SMOKE),--smoke) $(if $(BEFORE),--before $(BEFORE))
+
+bench-model: setup
+	$(BIN)/python bench/all_ratios.py --model $(if $(SMOKE),--smoke)
 
 clean:
 	rm -rf .venv build dist runs report.html .mypy_cache .ruff_cache .pytest_cache src/*.egg-info studies/src/*.egg-info
