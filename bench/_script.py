@@ -31,6 +31,9 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 
+PATH = os.pathsep.join([str(ROOT / "src"), str(ROOT / "studies" / "src")])
+"""PYTHONPATH of processes that use this checkout."""
+
 # ---- the command line
 
 

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from _script import ROOT
+from _script import PATH, ROOT
 
 PAGE = ROOT / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- ratios: begin -->", "<!-- ratios: end -->"
@@ -82,7 +82,7 @@ Row = dict[str, Any]
 def run(script: str, options: Sequence[str]) -> tuple[int, Row | None]:
     """Run a script, with its output on standard output; its exit status and its line of JSON."""
     command = [sys.executable, str(ROOT / "bench" / f"{script}.py"), *options]
-    path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join(filter(None, [PATH, os.environ.get("PYTHONPATH")]))
     environ = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     print(f"== {' '.join([script, *options])}", flush=True)
     began, facts = time.monotonic(), None

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _script import ROOT, parse, ratio_of, told
+from _script import PATH, parse, ratio_of, told
 from _side_by_side import LIMIT, Loop, load, timed
 from torch.distributed import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
@@ -185,7 +185,7 @@ def run(model: str, mbit: float, given: argparse.Namespace) -> None:
     """Measure, and add to the rows."""
     steps, repeats = MODELS[model]
     steps, repeats = given.steps or steps, given.repeats or repeats
-    environ = {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}
+    environ = {"PYTHONPATH": PATH, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}
     asked = ["--model", model, "--steps", str(steps), "--repeats", str(repeats)]
     began = time.perf_counter()
     with namespaces.hosts(2, bandwidth=mbit * 125e3) as hosts:

@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from _script import ROOT, parse, told
+from _script import PATH, parse, told
 from virtual_network import seconds_per_step
 
 from dure.core import units
@@ -25,17 +25,18 @@ from dure_studies import namespaces
 from dure_studies.hybrid import ALL, CHOSEN, COLLECTIVES, NONE, PARAMETERS, SPARSE
 
 RUN_SECONDS = 300.0
-ENVIRON = {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+ENVIRON = {"PYTHONPATH": PATH, "OMP_NUM_THREADS": "1"}
 
 
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--job", default=SPARSE)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--link", default="100 Mbit/s")
     parser.add_argument("--only", type=int, help="so many of the strategies, from the first on")
     parser.add_argument("--json", type=Path)
-    return parse(parser, workers=2, steps=4, only=2)
+    return parse(parser, job="digits-mlp", workers=2, steps=4, only=2)
 
 
 def strategies(workers: int) -> list[str]:
@@ -44,13 +45,23 @@ def strategies(workers: int) -> list[str]:
     return [CHOSEN, COLLECTIVES, f"bsp ps:shards={workers},colocated=true", ALL, NONE, *alone]
 
 
-def for_real(hosts: namespaces.Hosts, steps: int, strategy: str) -> dict[str, Any]:
+def for_real(hosts: namespaces.Hosts, strategy: str, given: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        options = ["--strategy", strategy, "--steps", str(steps), "--eval-every", "1000000", "--trace", "--out", folder]
-        command = [sys.executable, "-m", "dure", "train", SPARSE, "--on", "torchrun", *options, "--json"]
+        options = [
+            "--strategy",
+            strategy,
+            "--steps",
+            str(given.steps),
+            "--eval-every",
+            "1000000",
+            "--trace",
+            "--out",
+            folder,
+        ]
+        command = [sys.executable, "-m", "dure", "train", given.job, "--on", "torchrun", *options, "--json"]
         done = hosts.run(command, seconds=RUN_SECONDS, environ=ENVIRON)
         seconds = seconds_per_step(Path(folder) / "trace.json")
-    found = row(strategy, seconds, json.loads(done[0].out.splitlines()[-1]), len(hosts.names) * steps)
+    found = row(strategy, seconds, json.loads(done[0].out.splitlines()[-1]), len(hosts.names) * given.steps)
     print(found, file=sys.stderr, flush=True)
     return found
 
@@ -80,9 +91,9 @@ def main() -> None:
         return
     with told("hybrid", given) as facts:
         with namespaces.hosts(given.workers, bandwidth=units.rate(given.link)) as hosts:
-            rows = [for_real(hosts, given.steps, each) for each in strategies(given.workers)[: given.only]]
+            rows = [for_real(hosts, each, given) for each in strategies(given.workers)[: given.only]]
         print(table(rows))
-        facts |= {"workers": given.workers, "link": given.link, "rows": rows}
+        facts |= {"job": given.job, "workers": given.workers, "link": given.link, "rows": rows}
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _script import ROOT, parse, told
+from _script import PATH, parse, told
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -408,7 +408,7 @@ class Bench:
             return
         assert setting.bandwidth is not None
         plan = {"rows": str(self.rows.absolute()), "setting": setting.name, "tasks": tasks, "until": self.until}
-        environ = {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+        environ = {"PYTHONPATH": PATH, "OMP_NUM_THREADS": "1"}
         with (
             tempfile.NamedTemporaryFile("w", suffix=".json") as file,
             namespaces.hosts(setting.workers, bandwidth=setting.bandwidth * 125e3) as hosts,

@@ -38,7 +38,7 @@ from typing import Any
 
 import numpy as np
 import yaml
-from _script import ROOT, parse, told
+from _script import PATH, parse, told
 
 from dure.planner.probe.measure import step_seconds
 from dure.planner.probe.probe import probe
@@ -303,7 +303,7 @@ def measure(group: Group, rows: Path, runs: int) -> None:
 
 def run(hosts: namespaces.Hosts, count: int, per_host: int, plan: dict[str, Any]) -> None:
     some = namespaces.Hosts(hosts.names[:count], hosts.addresses[:count], hosts.bandwidth, hosts.congestion)
-    environ = {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    environ = {"PYTHONPATH": PATH, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, __file__, "--host", json.dumps(plan)]
     some.run(command, seconds=GROUP_SECONDS, environ=environ, per_host=per_host)
 

@@ -35,7 +35,9 @@ def finite(value):
 
 def smoke(script, folder):
     """The output of a smoke, and its line of JSON if it has one."""
-    path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join(
+        filter(None, [str(ROOT / "src"), str(ROOT / "studies" / "src"), os.environ.get("PYTHONPATH")])
+    )
     environ = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(BENCH / f"{script}.py"), "--smoke"]
     done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=SECONDS)
