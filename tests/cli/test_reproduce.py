@@ -9,12 +9,15 @@ from dure.cli import reproduce
 from dure.cli.main import main
 
 STUDY = """
+from typing import Annotated
+
 from rich.table import Table
+from tyro.conf import arg
 
 QUICK = {"rounds": 1}
 
 
-def reproduce(*, rounds: int = 3):
+def reproduce(*, rounds: Annotated[int, arg(help="Rounds of the example.")] = 3):
     return {"rounds": rounds}
 
 
@@ -42,6 +45,24 @@ def test_a_study_of_another_distribution_is_found(flags, rounds, installed, caps
     shown = capsys.readouterr()
     assert json.loads(shown.out) == {"rounds": rounds}
     assert f"{rounds} rounds" in shown.err
+
+
+def test_the_help_of_a_study_has_its_own_flags(installed, capsys):
+    with pytest.raises(SystemExit):
+        main(["reproduce", "example", "--quick", "--help"])
+    shown = capsys.readouterr().out
+    assert "Rounds of the example. (default: 1)" in shown
+    assert "--seeds" not in shown
+
+
+def test_flags_may_stand_before_the_name(installed, capsys):
+    assert main(["reproduce", "--json", "--rounds", "7", "example"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"rounds": 7}
+
+
+def test_a_value_that_is_no_number_is_refused(installed, capsys):
+    assert main(["reproduce", "example", "--rounds", "few"]) == 2
+    assert "rounds should be a valid integer" in capsys.readouterr().err
 
 
 def test_a_misspelt_name_has_the_nearest(installed, capsys):

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
-from types import UnionType
+from types import ModuleType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TextIO, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import tyro
@@ -25,6 +25,7 @@ from tyro.conf import Positional, UseAppendAction
 
 from dure import __version__
 from dure.cli.emission import Emission, check_emission, of_train
+from dure.cli.reproduce import with_flags
 from dure.cli.rl import RlOptions, values_of
 from dure.core.folder_names import CHECKPOINTS, LATEST
 from dure.core.text import printable, sentence
@@ -252,75 +253,32 @@ class Reproduce:
     example: ClassVar[str] = "dure reproduce sharding"
 
     name: Positional[str] = ""
-    """Name of the result, as in the rows. Each has some of the flags below. Without a name, the rows of all papers with
-    their commands."""
+    """Name of the result, as in the rows; `dure reproduce NAME --help` has its flags. Without a name, the rows of all
+    papers with their commands."""
     all: bool = False
     """Run the commands of all rows, two at a time, and write one report of their output."""
     quick: bool = False
     """A reduced form, that shows that the command works: fewer rounds and seeds, for most."""
-    on: str | None = None
-    """sharding: virtual, or namespaces: for real, on hosts with slow links that root can make of this machine."""
-    sync: str | None = None
-    """sharding: bsp for synchronous servers, downpour for asynchronous ones, or both with a comma."""
-    hosts: str | None = None
-    """sharding: separate, paired for two workers behind one network card, or both with a comma."""
-    accuracy: bool = False
-    """sharding: train a small network with both cuts, and compare accuracies in place of seconds."""
-    dataset: str | None = None
-    """it-signsgd: mnist, cifar10, or both with a comma."""
-    rounds: int | None = None
-    """Steps of each run, where runs train with several seeds."""
-    seeds: int | None = None
-    """Number of seeds."""
-    sweep: bool | None = None
-    """it-signsgd: vary each choice that the paper leaves open, in place of the figure."""
-    stages: str | None = None
-    """pipelines: numbers of stages, with commas between."""
-    rates: str | None = None
-    """pipelines: learning rates, with commas between."""
-    methods: str | None = None
-    """pipelines: methods, with commas between."""
-    reviews: str | None = None
-    """bert-albert: numbers of training reviews, with commas between."""
-    epochs: float | None = None
-    """bert-albert: passes over the reviews."""
-    data: Path | None = None
-    """Folder of data sets; else DURE_DATA, else the user's cache."""
-    out: Path | None = None
-    """Where to draw the curves, as SVG; with --all, where to write the report, as HTML."""
     json: bool = False
     """Print one JSON object as the last line."""
 
     def execute(self, interruption: Interruption) -> CommandResult:
         """Reproduce the result; return its rows and their table. Without a name, list what can be reproduced."""
-        from dure.cli.reproduce import check, find, papers
+        from dure.cli.reproduce import find, papers
 
-        others = ("name", "all", "quick", "json")
-        asked = ((each.name, getattr(self, each.name)) for each in fields(self) if each.name not in others)
-        flags = {name: value for name, value in asked if value is not None and value is not False}
+        flags = {each.name: getattr(self, each.name) for each in fields(self)[len(fields(Reproduce)) :]}
+        _check_outputs(flags.get("out"))
         if self.all:
-            return self._all(flags)
-        if not self.name:
-            if flags or self.quick:
-                flag = next(iter(flags), "quick")
-                raise UsageError(f"--{flag} belongs to one result: name it, as in dure reproduce pipelines.")
-            listed = papers("rows")
-            rows: dict[str, Any] = listed.reproduce()
-            return CommandResult(rows, [listed.table(rows)])
-        module = find(self.name)
-        check(self.name, module, flags)
-        _check_outputs(self.out)
-        result: dict[str, Any] = module.reproduce(**(module.QUICK if self.quick else {}) | flags)
+            return self._all(papers("all"), flags)
+        if self.quick and not self.name:
+            raise UsageError("--quick belongs to one result: name it, as in dure reproduce pipelines.")
+        module = find(self.name) if self.name else papers("rows")
+        result: dict[str, Any] = module.reproduce(**flags)
         return CommandResult(result, [module.table(result)])
 
-    def _all(self, flags: Mapping[str, Any]) -> CommandResult:
-        from dure.cli.reproduce import papers
-
-        wrong = next((name for name in flags if name not in ("data", "out")), None)
-        if self.name or wrong:
-            raise UsageError(f"--all runs every row; it has no use for {self.name or f'--{wrong}'}.")
-        every = papers("all")
-        _check_outputs(self.out)
+    def _all(self, every: ModuleType, flags: Mapping[str, Any]) -> CommandResult:
+        if self.name:
+            raise UsageError(f"--all runs every row; it has no use for {self.name}.")
         result = every.reproduce(os.environ, quick=self.quick, **flags)
         return CommandResult(result, [every.table(result)], status=0 if not result["failed"] else 1)
 
@@ -532,8 +490,9 @@ def parse(arguments: Sequence[str], environ: Mapping[str, str]) -> Command:
     name = arguments[0] if arguments else ""
     if {"-h", "--help"} & {*arguments}:
         sys.stdout.write(f"example: {COMMANDS.get(name, Train).example}\n\n")
+    reproduce = with_flags(Reproduce, arguments[1:]) if name == "reproduce" else Reproduce
     if name in COMMANDS:
-        _check_numbers(COMMANDS[name], arguments[1:])
+        _check_numbers(reproduce if name == "reproduce" else COMMANDS[name], arguments[1:])
     train = layered(Train, TrainConfig, arguments, environ) if name == "train" else Train()
     compare = layered(Compare, CompareConfig, arguments, environ) if name == "compare" else Compare()
     commands = (
@@ -541,7 +500,7 @@ def parse(arguments: Sequence[str], environ: Mapping[str, str]) -> Command:
         | Annotated[Train, tyro.conf.subcommand("train", default=train)]
         | Annotated[Compare, tyro.conf.subcommand("compare", default=compare)]
         | Annotated[Report, tyro.conf.subcommand("report")]
-        | Annotated[Reproduce, tyro.conf.subcommand("reproduce")]
+        | Annotated[reproduce, tyro.conf.subcommand("reproduce")]  # type: ignore[valid-type]
         | Annotated[Probe, tyro.conf.subcommand("probe")]
         | Annotated[Plan, tyro.conf.subcommand("plan")]
         | Annotated[Rl, tyro.conf.subcommand("rl")]

@@ -1,7 +1,8 @@
 """Finds the studies of papers: modules that other distributions name in the entry point group `dure.studies`.
 
 A study has `reproduce`, which returns the object of `dure reproduce NAME --json`, and `table`, which shows it. The
-parameters of `reproduce` are the flags that apply to it, all with defaults. `QUICK` are the flags of a reduced form.
+parameters of `reproduce` are its flags, all with defaults; the help of a flag is in its type, `Annotated[int,
+tyro.conf.arg(help="Number of seeds.")]`. `QUICK` are the flags of a reduced form.
 
 The group `dure.papers` has two more modules with `reproduce` and `table`: `rows`, the list of what the papers show, and
 `all`, which runs the commands of these rows.
@@ -10,12 +11,16 @@ The group `dure.papers` has two more modules with `reproduce` and `table`: `rows
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable, Sequence
+from dataclasses import field, fields, make_dataclass
 from importlib.metadata import entry_points
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 from dure.core.spec_text import names, nearest
 from dure.errors import UsageError
+
+C = TypeVar("C")
 
 STUDIES, PAPERS = "dure.studies", "dure.papers"
 
@@ -41,9 +46,51 @@ def _module(group: str, name: str) -> ModuleType:
     return module
 
 
-def check(name: str, module: ModuleType, flags: dict[str, Any]) -> None:
-    """Raise `UsageError` if one of `flags` does not apply to `module`."""
-    takes = list(inspect.signature(module.reproduce).parameters)
-    for flag in flags:
-        if flag not in takes:
-            raise UsageError(f"{name} has no use for --{flag}; it takes {names(f'--{each}' for each in takes)}.")
+def with_flags(command: type[C], arguments: Sequence[str]) -> type[C]:
+    """`command` with the flags of the study that `arguments` name, and its defaults.
+
+    With `--quick` among `arguments`, the defaults are those of the reduced form. Raises `UsageError` for a flag that
+    neither `command` nor the study takes.
+    """
+    own = {option.name for option in fields(command)}  # type: ignore[arg-type]
+    name, module = _named(arguments)
+    takes = {} if module is None else {each: hint for each, hint in _flags(module).items() if each not in own}
+    given = (each.removeprefix("--").partition("=")[0] for each in arguments if each.startswith("--") and each != "--")
+    wrong = next((each for each in given if each not in {*own, *takes, "help"}), None)
+    if wrong is not None:
+        raise UsageError(_refusal(name, wrong, takes))
+    defaults = {} if module is None else {each: takes[each].default for each in takes}
+    defaults |= getattr(module, "QUICK", {}) if "--quick" in arguments else {}
+    options = [(each, flag.hint, field(default=defaults[each])) for each, flag in takes.items()]
+    return make_dataclass(command.__name__, options, bases=(command,), frozen=True, kw_only=True)
+
+
+def _named(arguments: Sequence[str]) -> tuple[str, ModuleType | None]:
+    """The study that `arguments` name and its name, or those of `--all`, or nothing."""
+    if "--all" in arguments:
+        return "--all", papers("all")
+    known = entry_points(group=STUDIES).names
+    first = "".join(each for each in arguments[:1] if not each.startswith("-"))
+    name = first or next((each for each in arguments if each in known), "")
+    return (name, find(name)) if name else ("", None)
+
+
+class Flag(NamedTuple):
+    """A parameter of a study: its type, with its help as `tyro.conf.arg`, and its default."""
+
+    hint: Any
+    default: Any
+
+
+def _flags(module: ModuleType) -> dict[str, Flag]:
+    hints = get_type_hints(module.reproduce, include_extras=True)
+    parameters = inspect.signature(module.reproduce).parameters.values()
+    return {each.name: Flag(hints[each.name], each.default) for each in parameters if each.default is not each.empty}
+
+
+def _refusal(name: str, flag: str, takes: Iterable[str]) -> str:
+    if not name:
+        return f"--{flag} belongs to one result: name it, as in dure reproduce pipelines."
+    if name == "--all":
+        return f"--all runs every row; it has no use for --{flag}."
+    return f"{name} has no use for --{flag}; it takes {names(f'--{each}' for each in takes) or 'none'}."

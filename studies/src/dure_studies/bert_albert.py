@@ -14,11 +14,14 @@ from dataclasses import replace
 from functools import cache
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from tyro.conf import arg
 
 from dure.errors import UsageError
 from dure_studies import bert_albert_methods
 from dure_studies.bert_albert_methods import BATCH, TOKENS, WORKERS
+from dure_studies.flags import OUT
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -55,7 +58,10 @@ QUICK: dict[str, Any] = {"reviews": "5000"}
 
 
 def reproduce(
-    *, reviews: str = "5000,25000,50000", epochs: float = 1.0, out: Path = Path("bert-albert.svg")
+    *,
+    reviews: Annotated[str, arg(help="Numbers of training reviews, with commas between.")] = "5000,25000,50000",
+    epochs: Annotated[float, arg(help="Passes over the reviews.")] = 1.0,
+    out: Annotated[Path, OUT] = Path("bert-albert.svg"),
 ) -> dict[str, Any]:
     """The rows: seconds of a step and of a whole run, in virtual time and on two processes; draws the border to `out`.
 

@@ -17,13 +17,14 @@ import math
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
 import torch
 
 from dure.errors import DivergedError, UsageError
 from dure.sync.base import Traits
 from dure.sync.bsp import BSP
+from dure_studies.flags import ROUNDS, SEEDS
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -94,7 +95,7 @@ QUICK: dict[str, Any] = {"rounds": 30, "seeds": 1}
 """Flags of the reduced form."""
 
 
-def reproduce(*, rounds: int = 100, seeds: int = 3) -> dict[str, Any]:
+def reproduce(*, rounds: Annotated[int, ROUNDS] = 100, seeds: Annotated[int, SEEDS] = 3) -> dict[str, Any]:
     """Train `digits-mlp` with 0 to `MOST` liars of each kind under each rule, and return the rows.
 
     `accuracy` is the test accuracy after the last round, a mean over seeds; `spread` is its standard deviation. Both

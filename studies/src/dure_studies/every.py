@@ -14,10 +14,13 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from tyro.conf import arg
 
 from dure.errors import UsageError
 from dure.job.data.location import data_root
+from dure_studies.flags import DATA
 from dure_studies.papers import papers
 
 if TYPE_CHECKING:
@@ -56,7 +59,11 @@ def commands(quick: bool) -> list[str]:
 
 
 def reproduce(
-    environ: Mapping[str, str], *, quick: bool = False, data: Path | None = None, out: Path = Path("papers.html")
+    environ: Mapping[str, str],
+    *,
+    quick: bool = False,
+    data: Annotated[Path | None, DATA] = None,
+    out: Annotated[Path, arg(help="Where to write the report, as HTML.")] = Path("papers.html"),
 ) -> dict[str, Any]:
     """Run the commands and write the report to `out`; return the commands with their seconds and states.
 

@@ -20,10 +20,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+from tyro.conf import arg
 
 from dure.core.spec_text import names
 from dure.errors import UsageError
+from dure_studies.flags import DATA, OUT, ROUNDS, SEEDS
 from dure_studies.it_signsgd_modes import METHODS, MODES, WORKERS, Contender, batch_sizes
 
 if TYPE_CHECKING:
@@ -132,12 +135,12 @@ QUICK: dict[str, Any] = {"dataset": "mnist", "rounds": 60, "seeds": 1}
 
 def reproduce(
     *,
-    dataset: str = "",
-    rounds: int = 200,
-    seeds: int = 3,
-    sweep: bool = False,
-    data: Path | None = None,
-    out: Path = Path("it-signsgd.svg"),
+    dataset: Annotated[str, arg(help="mnist, cifar10, or both with a comma.")] = "",
+    rounds: Annotated[int, ROUNDS] = 200,
+    seeds: Annotated[int, SEEDS] = 3,
+    sweep: Annotated[bool, arg(help="Vary each choice that the paper leaves open, in place of the figure.")] = False,
+    data: Annotated[Path | None, DATA] = None,
+    out: Annotated[Path, OUT] = Path("it-signsgd.svg"),
 ) -> dict[str, Any]:
     """Train with every method in every mode; return the rows, and draw the curves to `out`.
 

@@ -15,11 +15,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from tyro.conf import arg
 
 from dure import partition
 from dure.core.spec_text import names
 from dure.errors import DivergedError, StrategyError, UsageError
+from dure_studies.flags import DATA, OUT, ROUNDS, SEEDS
 from dure_studies.study import statement_table
 
 if TYPE_CHECKING:
@@ -63,13 +66,13 @@ QUICK: dict[str, Any] = {"rounds": 200, "seeds": 1, "stages": "4", "rates": "0.0
 
 def reproduce(
     *,
-    rounds: int = 1875,
-    seeds: int = 3,
-    stages: str = ",".join(map(str, STAGES)),
-    rates: str = ",".join(map(str, RATES)),
-    methods: str = ",".join(METHODS),
-    data: Path | None = None,
-    out: Path = Path("pipelines.svg"),
+    rounds: Annotated[int, ROUNDS] = 1875,
+    seeds: Annotated[int, SEEDS] = 3,
+    stages: Annotated[str, arg(help="Numbers of stages, with commas between.")] = ",".join(map(str, STAGES)),
+    rates: Annotated[str, arg(help="Learning rates, with commas between.")] = ",".join(map(str, RATES)),
+    methods: Annotated[str, arg(help="Methods, with commas between.")] = ",".join(METHODS),
+    data: Annotated[Path | None, DATA] = None,
+    out: Annotated[Path, OUT] = Path("pipelines.svg"),
 ) -> dict[str, Any]:
     """Train with every method at every number of stages and rate for `rounds` mini-batches; draw loss against K.
 

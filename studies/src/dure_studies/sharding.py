@@ -12,10 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from tyro.conf import arg
 
 from dure.core.spec_text import names
 from dure.errors import UsageError
+from dure_studies import flags
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -41,20 +44,23 @@ StepSeconds = Callable[[int, int, str], float]
 """Gives seconds of a step for a number of workers, a number of servers, and the unit of sharding."""
 
 
+ON = arg(help="virtual, or namespaces: for real, on hosts with slow links that root can make of this machine.")
+SYNC = arg(help="bsp for synchronous servers, downpour for asynchronous ones, or both with a comma.")
+
 QUICK: dict[str, Any] = {"sync": "bsp"}
 """Flags of the reduced form."""
 
 
 def reproduce(
-    on: str = "virtual",
+    on: Annotated[str, ON] = "virtual",
     *,
-    sync: str | None = None,
-    hosts: str | None = None,
-    accuracy: bool = False,
-    rounds: int | None = None,
-    seeds: int | None = None,
-    data: Path | None = None,
-    out: Path | None = None,
+    sync: Annotated[str | None, SYNC] = None,
+    hosts: Annotated[str | None, arg(help="separate, paired for two workers behind one card, or both.")] = None,
+    accuracy: Annotated[bool, arg(help="Train a small network with both cuts; compare accuracies.")] = False,
+    rounds: Annotated[int | None, flags.ROUNDS] = None,
+    seeds: Annotated[int | None, flags.SEEDS] = None,
+    data: Annotated[Path | None, flags.DATA] = None,
+    out: Annotated[Path | None, flags.OUT] = None,
 ) -> dict[str, Any]:
     """The rows, in virtual time: `layer` and `memory` are seconds per step, `ratio` is the first divided by the second.
 

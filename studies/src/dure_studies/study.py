@@ -13,10 +13,11 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from dure.core.target import Target
 from dure.errors import DivergedError, UsageError
+from dure_studies.flags import DATA, OUT, ROUNDS, SEEDS
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -172,7 +173,12 @@ class Study:
     quick: Mapping[str, Any] = field(default_factory=lambda: {"rounds": 100, "seeds": 1})
 
     def reproduce(
-        self, *, rounds: int | None = None, seeds: int | None = None, data: Path | None = None, out: Path | None = None
+        self,
+        *,
+        rounds: Annotated[int | None, ROUNDS] = None,
+        seeds: Annotated[int | None, SEEDS] = None,
+        data: Annotated[Path | None, DATA] = None,
+        out: Annotated[Path | None, OUT] = None,
     ) -> dict[str, Any]:
         """Measure each setting with each seed; draw to `out`. `rounds` are steps of each worker.
 

@@ -20,10 +20,11 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from dure.errors import UsageError
 from dure.report.metrics import VersionCounts
+from dure_studies.flags import ROUNDS, SEEDS
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -68,7 +69,7 @@ QUICK: dict[str, Any] = {"rounds": 30, "seeds": 1}
 """Flags of the reduced form."""
 
 
-def reproduce(*, rounds: int = 100, seeds: int = 3) -> dict[str, Any]:
+def reproduce(*, rounds: Annotated[int, ROUNDS] = 100, seeds: Annotated[int, SEEDS] = 3) -> dict[str, Any]:
     """Train `digits-mlp` with three hidden layers in all settings, and return the rows.
 
     `version_skew` has the pulls of all seeds, and is None for a single server. `staleness`, `accuracy` and `loss` are
