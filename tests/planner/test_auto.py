@@ -6,6 +6,7 @@ import pytest
 
 import dure
 from dure.errors import UsageError
+from dure.planner import search
 from dure.run.strategy import Strategy
 from dure.runtime.virtual.cluster import Cluster, Link, Machines
 from dure.runtime.virtual.compute import Constant
@@ -16,7 +17,11 @@ SLOW_LINK = Cluster(
 )
 
 
-def test_the_run_has_the_strategy_that_the_plan_ranks_first(caplog):
+@pytest.mark.parametrize("few", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_the_run_has_the_strategy_that_the_plan_ranks_first(few, caplog, monkeypatch):
+    if few:  # of all candidates
+        monkeypatch.setattr(search, "single", lambda shape: ["bsp", "averaging:period=4", "averaging:period=16"])
+        monkeypatch.setattr(search, "on_servers", lambda *_: [])
     with caplog.at_level(logging.WARNING, logger="dure"):
         run = dure.train("digits-mlp", sync="auto", on=SLOW_LINK, steps=4)
     (line,) = [record.message for record in caplog.records if record.message.startswith("auto: ")]

@@ -15,10 +15,12 @@ from dure.core.target import Target
 from dure.errors import UsageError
 from dure.job.job import load_job
 from dure.planner.commands import Command
+from dure.planner.deadline import NEVER
 from dure.planner.learning import learned
 from dure.planner.options import PlanOptions
 from dure.planner.plan import LARGE, plan
 from dure.planner.scene import Scene
+from dure.planner.sweeps import sweeps
 from dure.planner.timing import largest_memory, setup_in, timed
 from dure.planner.variants import of_workers, with_bandwidth, with_equal_workers, without_limits
 from dure.report.comparison import seconds_text
@@ -112,8 +114,8 @@ def test_a_target_that_nothing_reaches_is_said_to_be_so():
 
 
 def test_a_step_of_two_samples_has_sweeps():
-    found = plan("digits-mlp", on=Cluster.uniform(2), batch_size=1, within=2)
-    assert 0 not in found.sweeps["batch"].at
+    here = Scene(load_job("digits-mlp"), Cluster.uniform(2), 2)
+    assert sweeps(here, ["bsp", "averaging:period=4"], NEVER)["batch"].at == [1, 2, 4, 8]
 
 
 def test_the_answer_says_that_others_were_not_timed():
