@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from dure_studies.study import OfSeed, Setting, Statement, Study
+from dure_studies.study import OfSeed, Setting, Statement, Study, less
 
 WORKERS, STEP = 8, 0.01
 STRATEGIES = {
@@ -46,11 +46,8 @@ def _settings() -> Mapping[str, Setting]:
 
 
 def _sooner(one: str, other: str, link: str) -> Statement:
-    def holds(rows: OfSeed) -> bool:
-        ours, theirs = (rows[f"{name}, {link}"]["seconds_to_target"] for name in (one, other))
-        return bool(ours < theirs)
-
-    return Statement(f"{link}: {one} reaches the target before {other}", holds)
+    text = f"{link}: {one} reaches the target before {other}"
+    return less(text, "seconds_to_target", f"{one}, {link}", f"{other}, {link}")
 
 
 def _points(one: str, other: str, within: float) -> Statement:
@@ -69,9 +66,11 @@ STUDY = Study(
     rounds=240,
     target=0.93,
     statements=(
-        Statement(
+        less(
             "one average at the end is less accurate than averages each 10 steps",
-            lambda rows: rows[f"one-shot, {LINKS[0]}"]["accuracy"] < rows[f"period 10, {LINKS[0]}"]["accuracy"],
+            "accuracy",
+            f"one-shot, {LINKS[0]}",
+            f"period 10, {LINKS[0]}",
         ),
         _sooner("period 10", "period 1", "100 Mbit/s"),
         _sooner("period 10", "period 100", "100 Mbit/s"),

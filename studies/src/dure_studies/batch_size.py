@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import pairwise
 
-from dure_studies.study import OfSeed, Setting, Statement, Study
+from dure_studies.study import OfSeed, Setting, Statement, Study, less
 
 SMALLEST, ALL = 8, 1437
 SIZES = (SMALLEST, 32, 128, 512, ALL)
@@ -54,12 +54,8 @@ def _settings() -> Mapping[str, Setting]:
 
 
 def _harder(small: int, large: int) -> Statement:
-    def holds(rows: OfSeed) -> bool:
-        names = (f"one worker, batch {'of all data' if size == ALL else size}" for size in (small, large))
-        few, many = (rows[name]["accuracy"] for name in names)
-        return bool(many < few)
-
-    return Statement(f"at equal samples, batches of {large} are less accurate than of {small}", holds)
+    few, many = (f"one worker, batch {'of all data' if size == ALL else size}" for size in (small, large))
+    return less(f"at equal samples, batches of {large} are less accurate than of {small}", "accuracy", many, few)
 
 
 def _of_several(rows: OfSeed, figure: str) -> tuple[float, float, float]:

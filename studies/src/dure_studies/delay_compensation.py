@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from dure_studies.study import OfSeed, Setting, Statement, Study
+from dure_studies.study import OfSeed, Setting, Statement, Study, less
 
 GROUPS = (4, 16)
 RATES = (0.03, 0.06)
@@ -52,13 +52,8 @@ def _settings() -> Mapping[str, Setting]:
 
 
 def _better(mode: str, workers: int, rate: float) -> Statement:
-    def holds(rows: OfSeed) -> bool:
-        ours, theirs = (
-            rows[f"{line}, {workers} workers, rate {rate}"]["loss"] for line in (f"DC-ASGD, {mode}", "Downpour")
-        )
-        return bool(ours < theirs)
-
-    return Statement(f"{workers} workers, rate {rate}: DC-ASGD, {mode}, has less loss than Downpour", holds)
+    where, ours = f"{workers} workers, rate {rate}", f"DC-ASGD, {mode}"
+    return less(f"{where}: {ours}, has less loss than Downpour", "loss", f"{ours}, {where}", f"Downpour, {where}")
 
 
 def _ahead_of_bsp(workers: int) -> Statement:
@@ -78,11 +73,11 @@ STUDY = Study(
     x="workers",
     y="accuracy",
     statements=(
-        Statement(
+        less(
             "rate 0.06: Downpour has more loss with 16 workers than with 4",
-            lambda rows: (
-                rows["Downpour, 16 workers, rate 0.06"]["loss"] > rows["Downpour, 4 workers, rate 0.06"]["loss"]
-            ),
+            "loss",
+            "Downpour, 4 workers, rate 0.06",
+            "Downpour, 16 workers, rate 0.06",
         ),
         *(_better(mode, workers, rate) for rate in RATES for workers in GROUPS for mode in ("constant", "adaptive")),
         *(_ahead_of_bsp(workers) for workers in GROUPS),

@@ -16,7 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from dure_studies.study import FigureColumn, Row, Setting, Statement, Study, learnt
+from dure_studies.study import FigureColumn, Row, Setting, Statement, Study, learnt, less
 
 if TYPE_CHECKING:
     from dure.job.job import Job
@@ -67,10 +67,8 @@ def _distance(place: Path) -> float:
 
 
 def _further(near: float, far: float) -> Statement:
-    def holds(rows: Mapping[str, Row]) -> bool:
-        return bool(rows[f"EASGD, elasticity {far}"]["distance"] > rows[f"EASGD, elasticity {near}"]["distance"])
-
-    return Statement(f"an elasticity of {far} lets local models go further than {near}", holds)
+    text = f"an elasticity of {far} lets local models go further than {near}"
+    return less(text, "distance", f"EASGD, elasticity {near}", f"EASGD, elasticity {far}")
 
 
 def _fails(period: int) -> Statement:
@@ -81,11 +79,8 @@ def _fails(period: int) -> Statement:
 
 
 def _sooner(period: int) -> Statement:
-    def holds(rows: Mapping[str, Row]) -> bool:
-        ours, theirs = (rows[f"{line}, period {period}"]["seconds_to_target"] for line in ("EASGD", "Downpour"))
-        return bool(ours < theirs)
-
-    return Statement(f"period {period}: EASGD reaches the target before Downpour", holds)
+    text = f"period {period}: EASGD reaches the target before Downpour"
+    return less(text, "seconds_to_target", f"EASGD, period {period}", f"Downpour, period {period}")
 
 
 STUDY = Study(

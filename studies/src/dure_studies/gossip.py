@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from dure_studies.study import OfSeed, Setting, Statement, Study
+from dure_studies.study import OfSeed, Setting, Statement, Study, less
 
 WORKERS, STEP, LINK = 8, 0.01, "100 Mbit/s"
 FACTORS = (1, 2, 5, 10)
@@ -49,12 +49,9 @@ def _delay(rows: OfSeed, line: str, factor: int) -> float:
 
 
 def _first(other: str, factor: int) -> Statement:
-    def holds(rows: OfSeed) -> bool:
-        ours, theirs = (rows[f"{line}, {factor}x"]["seconds_to_target"] for line in ("AD-PSGD", other))
-        return bool(ours < theirs)
-
     slow = "equal workers" if factor == 1 else f"one worker {factor} times slower"
-    return Statement(f"{slow}: AD-PSGD reaches the target before {other}", holds)
+    text = f"{slow}: AD-PSGD reaches the target before {other}"
+    return less(text, "seconds_to_target", f"AD-PSGD, {factor}x", f"{other}, {factor}x")
 
 
 STUDY = Study(

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from dure_studies.study import FigureColumn, OfSeed, Row, Setting, Statement, Study, learnt
+from dure_studies.study import FigureColumn, OfSeed, Row, Setting, Statement, Study, learnt, less
 
 if TYPE_CHECKING:
     import torch
@@ -161,11 +161,8 @@ def _near(kind: str, workers: int, within: float) -> Statement:
 
 
 def _sooner(one: str, other: str) -> Statement:
-    def holds(rows: OfSeed) -> bool:
-        ours, theirs = (rows[f"mnist-mlp, {name}"]["samples_to_target"] for name in (one, other))
-        return bool(ours < theirs)
-
-    return Statement(f"{MNIST_WORKERS} workers: {one} needs fewer samples to the target than {other}", holds)
+    text = f"{MNIST_WORKERS} workers: {one} needs fewer samples to the target than {other}"
+    return less(text, "samples_to_target", f"mnist-mlp, {one}", f"mnist-mlp, {other}")
 
 
 STUDY = Study(
@@ -184,9 +181,11 @@ STUDY = Study(
         _sooner("compensated to 0.9", "momentum 0.9"),
         _sooner("compensated to 0.5", "momentum 0"),
         _sooner("compensated to 0.5", "momentum 0.9"),
-        Statement(
+        less(
             f"{MNIST_WORKERS} workers: compensated to 0.5 ends more accurate than momentum 0",
-            lambda rows: rows["mnist-mlp, compensated to 0.5"]["accuracy"] > rows["mnist-mlp, momentum 0"]["accuracy"],
+            "accuracy",
+            "mnist-mlp, momentum 0",
+            "mnist-mlp, compensated to 0.5",
         ),
     ),
 )

@@ -18,7 +18,7 @@ import statistics
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from dure_studies.study import FigureColumn, OfSeed, Row, Setting, Statement, Study
+from dure_studies.study import FigureColumn, OfSeed, Row, Setting, Statement, Study, less
 
 if TYPE_CHECKING:
     from dure.job.job import Job
@@ -100,10 +100,7 @@ def _measure(study: Study, job: Job, setting: Setting, rounds: int, seed: int) -
 
 
 def _ahead(first: str, second: str) -> Statement:
-    return Statement(
-        f"{first} has a larger mean return over the time than {second}",
-        lambda rows: rows[first]["score"] > rows[second]["score"],
-    )
+    return less(f"{first} has a larger mean return over the time than {second}", "score", second, first)
 
 
 def _speeds(rows: OfSeed) -> bool:
@@ -141,9 +138,11 @@ STUDY = Study(
         _ahead("gorila, downpour", "dqn"),
         Statement("Of the five, Ape-X with a prioritised replay has the largest mean return over the time", _best),
         Statement("Frames per second grow with the number of actors, within a fifth", _speeds),
-        Statement(
+        less(
             "More actors, more return: 256 have a larger mean return over the time than 4",
-            lambda rows: rows["256 actors"]["score"] > rows["4 actors"]["score"],
+            "score",
+            "4 actors",
+            "256 actors",
         ),
     ),
     quick={"rounds": 400, "seeds": 1},

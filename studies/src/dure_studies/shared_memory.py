@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from dure_studies.study import FigureColumn, OfSeed, Row, Setting, Statement, Study, learnt
+from dure_studies.study import FigureColumn, Row, Setting, Statement, Study, learnt, less
 
 if TYPE_CHECKING:
     from dure.job.job import Job
@@ -81,11 +81,8 @@ def _settings() -> Mapping[str, Setting]:
 
 
 def _sooner(one: str, other: str) -> Statement:
-    def holds(rows: OfSeed) -> bool:
-        ours, theirs = (rows[f"mnist-mlp, {name}"]["seconds_to_target"] for name in (one, other))
-        return bool(ours < theirs)
-
-    return Statement(f"mnist-mlp: {one} reaches the target before {other}", holds)
+    text = f"mnist-mlp: {one} reaches the target before {other}"
+    return less(text, "seconds_to_target", f"mnist-mlp, {one}", f"mnist-mlp, {other}")
 
 
 STUDY = Study(
@@ -112,9 +109,11 @@ STUDY = Study(
         Statement("convex: HogBatch stays above 1e-4", lambda row: row["convex, HogBatch"]["excess"] > 1e-4),
         _sooner("AsySVRG", "Hogwild!"),
         _sooner("HogBatch", "Hogwild!"),
-        Statement(
+        less(
             "mnist-mlp: AsySVRG ends more accurate than Hogwild!",
-            lambda row: row["mnist-mlp, AsySVRG"]["accuracy"] > row["mnist-mlp, Hogwild!"]["accuracy"],
+            "accuracy",
+            "mnist-mlp, Hogwild!",
+            "mnist-mlp, AsySVRG",
         ),
     ),
 )

@@ -45,6 +45,11 @@ class Statement(NamedTuple):
     holds: Callable[[OfSeed], bool]
 
 
+def less(text: str, figure: str, small: str, large: str) -> Statement:
+    """The statement that `figure` of the setting `small` is less than that of the setting `large`."""
+    return Statement(text, lambda rows: bool(rows[small][figure] < rows[large][figure]))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Setting:
     """A strategy on a cluster, with `options` of `dure.train`. `at` is its place on the horizontal axis of `line`."""
