@@ -3,11 +3,22 @@
 from collections import defaultdict
 
 import pytest
+from support import wording
 
 from dure.runtime.launch.fork_server import ForkServer
 
 FLOORS = {"tests": 1500, "doctests": 20, "documents": 20}
 RAN = dict.fromkeys(FLOORS, 0)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--write-wording", action="store_true", help="write the texts of errors to tests/wording.json")
+
+
+def pytest_configure(config):
+    wording.writes = config.option.write_wording
+    if wording.writes and hasattr(config, "workerinput"):
+        raise pytest.UsageError("--write-wording needs one process: leave -n out.")
 
 
 def kind(item):
@@ -68,6 +79,8 @@ def whole(config):
 
 
 def pytest_sessionfinish(session, exitstatus):
+    if wording.writes:
+        wording.save()
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["ran"] = RAN
     elif whole(session.config) and exitstatus == 0 and any(RAN[name] < floor for name, floor in FLOORS.items()):

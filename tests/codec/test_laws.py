@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.wording import raising
 
 from dure.codec.coder import SliceLayout
 from dure.codec.feedback import ErrorFeedback, Momentum
@@ -120,7 +121,7 @@ def test_what_is_no_number_is_refused_and_changes_nothing(name, wrong):
     before = {key: tensor.clone() for key, tensor in coder.state().items()}
     values = torch.ones(9)
     values[4] = wrong
-    with pytest.raises(DivergedError, match="NaN or infinity"):
+    with raising(DivergedError, "infinity"):
         coder.encode(values)
     assert all(torch.equal(tensor, before[key]) for key, tensor in coder.state().items())
 

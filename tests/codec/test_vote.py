@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from support.wording import raising
 
 from dure.codec.coder import SliceLayout
 from dure.codec.sign import Sign
@@ -59,7 +60,7 @@ def test_a_vote_over_more_elements_than_a_block_has():
 
 def test_bits_beyond_the_last_element_are_no_votes():
     coder = coders(3)["sign"]
-    with pytest.raises(DamagedMessage, match="belongs to no element"):
+    with raising(DamagedMessage, "element"):
         Majority().decide({0: torch.tensor([255], dtype=torch.uint8)}, coder)
 
 

@@ -5,6 +5,7 @@ import re
 from typing import get_args
 
 import pytest
+from support.wording import raising
 
 from dure.codec.sign import Sign
 from dure.core.catalogue import combines, load, name_of, paper, summary
@@ -111,5 +112,5 @@ def test_a_member_of_nobody_s_catalogue_needs_no_description():
 
 
 def test_a_parameter_needs_a_meaning():
-    with pytest.raises(TypeError, match="meaning"):
+    with raising(TypeError, "meaning"):
         parameter(1)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
+from support.wording import raising
 
 from dure.core.state import State, under_prefix, with_prefix
 
@@ -28,7 +28,7 @@ def test_a_part_is_read_back() -> None:
 
 
 def test_a_missing_part_is_an_error() -> None:
-    with pytest.raises(KeyError, match="shard"):
+    with raising(KeyError, "shard"):
         nested().part("shard")
 
 

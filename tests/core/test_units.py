@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.wording import raising
 
 from dure.core import units
 
@@ -64,7 +65,7 @@ def test_reads(read: Callable[[object], float], text: object, value: float) -> N
     ],
 )
 def test_refuses_and_says_what_it_was_given(read: Callable[[object], float], given_: object) -> None:
-    with pytest.raises(ValueError, match=r"write|such as|above zero") as caught:
+    with raising(ValueError) as caught:
         read(given_)
     assert repr(given_) in str(caught.value)
 

@@ -2,6 +2,7 @@ import os
 
 import pytest
 import yaml
+from support.wording import raising
 
 from dure.core.yaml_text import read_yaml, read_yaml_file
 
@@ -15,24 +16,24 @@ def test_what_names_every_key_once_is_read_as_ever(text):
 
 @pytest.mark.parametrize("text", ["a: 1\nb: 2\na: 3\n", "b:\n  a: 1\n  a: 1\n", "- {b: 1, a: {}, 'a': {}}\n"])
 def test_a_key_that_is_there_twice_is_an_error(text):
-    with pytest.raises(yaml.YAMLError, match='the key "a" is there twice'):
+    with raising(yaml.YAMLError, "a"):
         read_yaml(text)
 
 
 def test_nothing_but_plain_values_is_made():
-    with pytest.raises(yaml.YAMLError, match="could not determine a constructor"):
+    with raising(yaml.YAMLError, "constructor"):
         read_yaml("!!python/object/apply:os.system [ls]")
 
 
 @pytest.mark.parametrize("text", ["!!map x", "a: !!map [1]"])
 def test_a_mapping_that_is_none_is_no_yaml(text):
-    with pytest.raises(yaml.YAMLError, match="expected a mapping node"):
+    with raising(yaml.YAMLError, "expected"):
         read_yaml(text)
 
 
 @pytest.mark.parametrize("text", ["[" * 10_000, "{a: " * 5000], ids=["lists", "mappings"])
 def test_what_is_nested_too_deep_is_no_yaml(text):
-    with pytest.raises(yaml.YAMLError, match="nested too deep"):
+    with raising(yaml.YAMLError, "nested"):
         read_yaml(text)
 
 
@@ -52,12 +53,12 @@ def test_aliases_within_the_bound_are_replaced():
     "text", [nested_aliases(7), nested_aliases(60), nested_aliases(60, "{k: 1}")], ids=["7", "60", "mappings"]
 )
 def test_aliases_that_stand_for_too_many_values_are_no_yaml(text):
-    with pytest.raises(yaml.YAMLError, match="aliases make more than 1,000,000 values"):
+    with raising(yaml.YAMLError, "than 1,000,000"):
         read_yaml(text)
 
 
 def test_an_alias_inside_its_own_value_is_no_yaml():
-    with pytest.raises(yaml.YAMLError, match="contains it"):
+    with raising(yaml.YAMLError, "contains"):
         read_yaml("a: &a [1, *a]\n")
 
 
@@ -89,5 +90,5 @@ def test_files_that_have_no_end_or_are_no_text_are_refused(tmp_path):
         with pytest.raises(ValueError, match=reason):
             read_yaml_file(tmp_path / name)
     for name in ("/dev/zero", str(tmp_path), "a\0b", "x" * 5000):
-        with pytest.raises(ValueError, match="cannot be read"):
+        with raising(ValueError, "cannot"):
             read_yaml_file(name)

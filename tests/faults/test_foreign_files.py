@@ -8,6 +8,7 @@ import pytest
 import xxhash
 from safetensors.torch import load_file, save_file
 from support.real_runs import Trial, configured
+from support.wording import raising
 
 import dure
 from dure.cli.main import main
@@ -126,7 +127,7 @@ def test_a_trace_that_is_none_is_named(tmp_path):
     for content in (None, b'{"ph": 1}\n', b'{"ph"' * 9, b'{"ph": "X", "cat": "compute", "name": 3}\n', b"\xff"):
         path.unlink(missing_ok=True)
         os.mkfifo(path) if content is None else path.write_bytes(content)
-        with pytest.raises(RecordError, match="is no trace that dure wrote"):
+        with raising(RecordError, "wrote"):
             timeline(path)
 
 
@@ -298,5 +299,5 @@ def test_a_worker_whose_connection_is_closed_says_why_it_ended():
             trial.driver.node.wire.evict("worker 1", 0, "a test has closed its connection")
 
     trial = Trial(configured("waits_now_and_then", "bsp", workers=2, steps=4000))
-    with pytest.raises(DureError, match="a test has closed its connection"):
+    with raising(DureError, "connection"):
         trial.run(act)

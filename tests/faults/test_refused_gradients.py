@@ -9,6 +9,7 @@ import re
 import pytest
 import torch
 from support.real_runs import JOBS, Trial, configured
+from support.wording import raising
 
 import dure
 from dure.cli.main import main
@@ -162,7 +163,7 @@ def test_a_comparison_of_processes_keeps_the_row_of_nan(fork_server, tmp_path):
 @pytest.mark.parametrize("strategy", VIRTUAL)
 def test_three_in_a_row_in_virtual_time(strategy):
     if strategy in NEEDED:
-        with pytest.raises(DureError, match="the gradients of worker 1 hold NaN or infinity in 3 steps in a row"):
+        with raising(DureError, "worker 1"):
             virtual("one_worker_of_nan", strategy)
         return
     summary = virtual("one_worker_of_nan", strategy).summary()

@@ -12,6 +12,7 @@ import torch
 from support import rate_jobs, row_jobs
 from support.rate_jobs import KINDS, differing, falling, made, pytorch
 from support.runs import local, virtual
+from support.wording import raising
 
 import dure
 from dure.errors import UsageError
@@ -144,20 +145,20 @@ def test_scaled_rates_scale_groups():
 @pytest.mark.parametrize(
     ("strategy", "said"),
     [
-        ("k-async:k=2 ps", "an update of k-async:k=2 is the mean of 2 gradients of workers at different steps"),
-        ("k-batch-sync:k=2 ps", "mean of 2 gradients"),
-        ("lbfgs ps", "lbfgs:m=10 finds the length of its steps itself"),
-        ("downpour:local_lr=0.1 ps", "has a rate of its own at the workers, local_lr"),
+        ("k-async:k=2 ps", "k=2"),
+        ("k-batch-sync:k=2 ps", "of 2"),
+        ("lbfgs ps", "m=10"),
+        ("downpour:local_lr=0.1 ps", "local_lr"),
     ],
 )
 def test_what_cannot_be_exact_is_refused(strategy, said):
-    with pytest.raises(UsageError, match=said):
+    with raising(UsageError, said):
         virtual(made("sgd"), strategy, workers=3, steps=3)
     virtual(made("sgd", groups=None, schedule=None), strategy, workers=3, steps=3)
 
 
 def test_a_factor_that_is_no_number_is_refused_before_the_run():
-    with pytest.raises(UsageError, match="at step 11 it is -0"):
+    with raising(UsageError, "step 11"):
         virtual(made(schedule=lambda step: 1 - 0.1 * step), "bsp", workers=2, steps=12)
 
 
@@ -173,7 +174,7 @@ def test_rows_at_servers_step_by_the_rates_of_their_groups(topology, kind):
 
 def test_a_table_of_a_group_with_decay_is_refused():
     job = replace(row_jobs.bags(), groups=lambda name, parameter: {"weight_decay": 0.1})
-    with pytest.raises(UsageError, match="moves rows whose gradient is zero"):
+    with raising(UsageError, "gradient"):
         virtual(job, "bsp hybrid:servers=all", workers=3, steps=2)
 
 

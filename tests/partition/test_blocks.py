@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.wording import raising
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -98,7 +99,7 @@ def test_blocks_in_order_compute_what_the_model_computes():
 
 
 def test_a_model_without_blocks_is_refused():
-    with pytest.raises(UsageError, match=r"job 'reader' does not say how its model, a Reader, is cut .*Write stages="):
+    with raising(UsageError, "reader"):
         blocks_of(reading(None), Reader())
 
 
@@ -107,44 +108,41 @@ def test_a_sequential_with_a_forward_of_its_own_is_refused():
         def forward(self, x):
             return x + super().forward(x)
 
-    with pytest.raises(
-        UsageError,
-        match=r"a Residual, is cut into stages: it is a torch.nn.Sequential with a forward of its own. Write",
-    ):
+    with raising(UsageError, "Sequential"):
         blocks_of(reading(None), Residual(nn.Linear(4, 4)))
 
 
 @pytest.mark.parametrize(
     ("stages", "message"),
     [
-        (lambda module: None, "must return a list of modules, got None"),
-        (lambda module: [], r"must return a list of modules, got \[\]"),
-        (lambda module: [module.table, torch.relu], "got builtin_function_or_method as block 1"),
-        (lambda module: module.absent, "Job.stages of job 'reader' raised AttributeError"),
+        (lambda module: None, "modules"),
+        (lambda module: [], "modules"),
+        (lambda module: [module.table, torch.relu], "builtin_function_or_method"),
+        (lambda module: module.absent, "reader"),
     ],
 )
 def test_what_is_no_list_of_modules_is_refused(stages, message):
-    with pytest.raises(UsageError, match=message):
+    with raising(UsageError, message):
         blocks_of(reading(stages), Reader())
 
 
 @pytest.mark.parametrize(
     ("left_out", "message"),
     [
-        (0, r"parameter 'table.weight', .*leaves out the submodule 'table' \(Embedding\)"),
-        (1, r"parameter 'encoder.layers.0.weight', .*leaves out the submodule 'encoder.layers.0' \(Linear\)"),
-        (3, r"parameter 'norm.weight', .*leaves out the submodule 'norm' \(BatchNorm1d\)"),
+        (0, "table"),
+        (1, "0"),
+        (3, "norm"),
     ],
 )
 def test_a_parameter_in_no_block_is_named_with_its_submodule(left_out, message):
     job = reading(lambda module: [each for i, each in enumerate(cut_reader(module)) if i != left_out])
-    with pytest.raises(UsageError, match=message):
+    with raising(UsageError, message):
         blocks_of(job, job.build())
 
 
 def test_the_outermost_submodule_that_is_left_out_is_named():
     job = reading(lambda module: [Words(module.table), Head(module.norm, module.head)])
-    with pytest.raises(UsageError, match=r"leaves out the submodule 'encoder' \(ModuleDict\)"):
+    with raising(UsageError, "encoder"):
         blocks_of(job, job.build())
 
 
@@ -156,7 +154,7 @@ def test_a_parameter_of_the_model_itself_is_named():
             self.body = nn.Linear(4, 4)
 
     job = reading(lambda module: [module.body], Scaled)
-    with pytest.raises(UsageError, match=r"leaves out 'scale' of the model itself \(Scaled\)"):
+    with raising(UsageError, "scale"):
         blocks_of(job, job.build())
 
 
@@ -169,13 +167,13 @@ def test_a_frozen_parameter_may_be_left_out():
 
 def test_a_parameter_that_is_none_of_the_models_is_refused():
     job = reading(lambda module: [*cut_reader(module), nn.Linear(10, 10)])
-    with pytest.raises(UsageError, match=r"block 4 \(Linear\) .*holds the parameter 'weight', which is none of"):
+    with raising(UsageError, "weight"):
         blocks_of(job, job.build())
 
 
 def test_changing_buffers_in_two_blocks_are_refused():
     job = reading(lambda module: [*cut_reader(module)[:2], module.norm, *cut_reader(module)[2:]])
-    with pytest.raises(UsageError, match=r"blocks 2 and 4 .*hold the submodule 'norm' \(BatchNorm1d\), whose buffer"):
+    with raising(UsageError, "norm"):
         blocks_of(job, job.build())
 
 
@@ -218,7 +216,7 @@ def test_blocks_of_one_stage_share_freely():
 
 def test_a_pipeline_without_a_flush_refuses_tied_stages():
     refuse_ties("pipedream", {})
-    with pytest.raises(StrategyError, match=r"'table.weight' is tied: stages 0, 1 and 3 hold it, and pipedream"):
+    with raising(StrategyError, "stages 0,"):
         refuse_ties("pipedream", {"table.weight": (0, 1, 3)})
 
 
@@ -244,14 +242,14 @@ def test_blocks_that_compute_the_models_loss_pass_and_leave_all_as_it_was():
 def test_blocks_in_a_wrong_order_or_twice_are_refused(order):
     job = reading(lambda module: [cut_reader(module)[i] for i in order])
     module = job.build()
-    with pytest.raises(UsageError, match="the blocks in order have a loss of"):
+    with raising(UsageError, "blocks"):
         check_composition(job, module, blocks_of(job, module))
 
 
 def test_a_block_that_raises_is_named():
     job = reading(lambda module: [module.table, *cut_reader(module)[1:]])
     module = job.build()
-    with pytest.raises(UsageError, match=r"block 0 \(Embedding\) raised TypeError"):
+    with raising(UsageError, "block 0"):
         check_composition(job, module, blocks_of(job, module))
 
 
@@ -267,12 +265,10 @@ def hooked(place):
     return model
 
 
-@pytest.mark.parametrize(
-    ("place", "says"), [("parameter", "'.*weight' has a hook on its gradient"), ("model", "'Sequential' has a hook")]
-)
+@pytest.mark.parametrize(("place", "says"), [("parameter", "gradient"), ("model", "Sequential")])
 def test_hooks_that_no_block_would_run_are_refused(place, says):
     module = hooked(place)()
-    with pytest.raises(UsageError, match=says):
+    with raising(UsageError, says):
         refuse_hooks(module, list(module))
 
 

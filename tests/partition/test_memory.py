@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.runs import resolved, virtual
+from support.wording import raising
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -93,7 +94,7 @@ def test_each_machine_is_held_against_its_own_worker():
     partition = "bsp collective pipedream:stages=2"
     options = {"optimizer": "momentum", "steps": 1, "batch_size": 1, "workers": 4}
     virtual(dense(), partition, Cluster(machines=(large, small, Machines(count=2))), **options)
-    with pytest.raises(UsageError, match=r"^worker 2 needs .* versions 5,040, .*and machine 2 has .* Use more stages "):
+    with raising(UsageError, "worker 2"):
         virtual(dense(), partition, Cluster(machines=(large, small, small, large)), **options)
 
 
@@ -103,5 +104,5 @@ def test_a_timing_only_run_of_stages_needs_shapes_alone():
     for partition in ("gpipe:stages=2,micro=4", "pipedream:stages=2"):
         run = virtual(vgg16_shapes(), f"bsp collective {partition}", cluster, steps=2, timing_only=True)
         assert run.summary["steps"] == 2
-    with pytest.raises(UsageError, match=r"^worker 0 needs .* Use more stages than 2, add remat=true, or make"):
+    with raising(UsageError, "remat=true"):
         virtual(vgg16_shapes(), f"bsp collective {partition}", machines(10**9, 2), steps=2, timing_only=True)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from support import stage_jobs
 from support.runs import resolved
+from support.wording import raising
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 
@@ -153,7 +154,7 @@ def test_a_profile_in_a_file_cuts_as_the_profile(tmp_path):
     assert Profile.read(path) == profile
     blocks = blocks_of(job, job.build())
     assert cut_of(str(path), blocks, 2) == cut_of("profile", blocks, 2, profile=lambda: profile)
-    with pytest.raises(UsageError, match=r"small\.json is a profile of 6 blocks, and this model has 4"):
+    with raising(UsageError, "small.json"):
         cut_of(str(path), list(mlp(8, 8, 4)), 2)
 
 
@@ -188,25 +189,25 @@ def test_a_cluster_gives_the_link_of_a_cut_by_profile(cluster, cut):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("blocks: [{seconds: 1}, {seconds: -2}]", "seconds of a block must be a number that is not negative, got -2"),
-        ("blocks: [{seconds: 1, flops: 3}]", r"is no profile \(.*flops.*\): it needs a list `blocks`"),
-        ("blocks: [3]", r"is no profile \(3 is no block\)"),
-        ("[1, 2]", "is no profile"),
-        ("blocks: [", "cannot be read"),
+        ("blocks: [{seconds: 1}, {seconds: -2}]", "2"),
+        ("blocks: [{seconds: 1, flops: 3}]", "profile"),
+        ("blocks: [3]", "3"),
+        ("[1, 2]", "profile"),
+        ("blocks: [", "cannot"),
     ],
 )
 def test_a_file_that_is_no_profile_is_refused(tmp_path, text, message):
     path = tmp_path / "wrong.yaml"
     path.write_text(text)
-    with pytest.raises(UsageError, match=message):
+    with raising(UsageError, message):
         Profile.read(path)
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(UsageError, match=r"absent\.json cannot be read.* Name a file that Profile\.write has written"):
+    with raising(UsageError, "absent.json"):
         cut_of(str(tmp_path / "absent.json"), list(mlp(8, 8)), 1)
 
 
 def test_a_cut_by_profile_needs_one():
-    with pytest.raises(StrategyError, match="is no way to cut"):
+    with raising(StrategyError, "cut"):
         cut_of("profile", list(mlp(8, 8, 8)), 2)

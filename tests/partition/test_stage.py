@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 from support import stage_jobs
+from support.wording import raising
 from torch import nn
 
 import dure
@@ -84,14 +85,14 @@ def test_stages_compute_on_one_thread(monkeypatch):
 
 
 def test_more_micro_batches_than_samples_are_refused():
-    with pytest.raises(UsageError, match="divides a mini-batch into 9 micro-batches, and a mini-batch has 8 samples"):
+    with raising(UsageError, "mini-batch"):
         trained("digits-mlp", "gpipe:stages=2,micro=9")
 
 
 def test_batch_sizes_are_those_of_the_copies_of_the_model():
     run = trained("digits-mlp", "gpipe:stages=2,micro=2", workers=4, batch_sizes=(8, 4))
     assert run.summary()["samples"] == 6 * 12
-    with pytest.raises(UsageError, match="gives 4 sizes for 2 copies of the model"):
+    with raising(UsageError, "gives 4"):
         trained("digits-mlp", "gpipe:stages=2,micro=2", workers=4, batch_sizes=(8, 4, 8, 4))
 
 

@@ -3,6 +3,7 @@ import re
 
 import pytest
 from rich.console import Console
+from support.wording import raising
 
 from dure.report import Progress
 
@@ -86,7 +87,7 @@ def test_speed_is_of_the_last_seconds_and_of_this_run_only():
 
 
 def test_an_error_passes_through():
-    with pytest.raises(RuntimeError, match="boom"), Progress("job", clock=Clock(), console=console(terminal=True)):
+    with raising(RuntimeError, "boom"), Progress("job", clock=Clock(), console=console(terminal=True)):
         raise RuntimeError("boom")
 
 

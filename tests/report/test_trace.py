@@ -5,6 +5,7 @@ from collections import defaultdict
 from decimal import Decimal
 
 import pytest
+from support.wording import raising
 
 from dure.report import Span, write_trace
 
@@ -121,13 +122,13 @@ def test_no_spans_are_a_trace_too(tmp_path):
     "span", [Span("w", "compute", 2, 1), Span("w", "compute", float("nan"), 1), Span("w", "compute", 0, float("inf"))]
 )
 def test_times_that_make_no_sense_are_refused_and_nothing_is_written(tmp_path, span):
-    with pytest.raises(ValueError, match="ends at or after its start"):
+    with raising(ValueError, "start"):
         write_trace(tmp_path / "t.json", [span], time="real")
     assert not list(tmp_path.iterdir())
 
 
 def test_unknown_words_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="'idle'"):
+    with raising(ValueError, "idle"):
         write_trace(tmp_path / "t.json", [Span("w", "idle", 0, 1)], time="real")
-    with pytest.raises(ValueError, match="'wall'"):
+    with raising(ValueError, "wall"):
         write_trace(tmp_path / "t.json", [], time="wall")

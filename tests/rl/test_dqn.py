@@ -8,6 +8,7 @@ import pytest
 import torch
 from gymnasium.spaces import Box, Discrete
 from gymnasium.wrappers import TimeLimit
+from support.wording import raising
 
 from dure.errors import UsageError
 from dure.rl.dqn import Dqn
@@ -173,13 +174,13 @@ def test_a_time_limit_is_no_end(n):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (partial(Dqn, gamma=2), "gamma must be between 0 and 1, got 2"),
-        (partial(Dqn, n_step=0), "at least one step, got n_step = 0"),
-        (partial(Dqn, loss_="mse"), 'loss must be "squared" or "huber", got \'mse\''),
+        (partial(Dqn, gamma=2), "between 0"),
+        (partial(Dqn, n_step=0), "n_step"),
+        (partial(Dqn, loss_="mse"), "mse"),
     ],
 )
 def test_values_out_of_range(make, message):
-    with pytest.raises(UsageError, match=message):
+    with raising(UsageError, message):
         make()
 
 

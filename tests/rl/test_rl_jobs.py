@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from support.wording import raising
 from torch import nn
 
 from dure.errors import UsageError
@@ -12,7 +13,7 @@ from dure.rl.settings import MOST, RlSettings
 
 @pytest.mark.parametrize(
     ("outputs", "says"),
-    [(5, r"outputs of shape \(1, 5\) .* needed: \(1, 2\)"), (None, "mat1 and mat2"), ((), "gives tuple")],
+    [(5, "1"), (None, "mat2"), ((), "tuple")],
 )
 def test_a_network_of_other_outputs_is_refused(outputs, says):
     class Empty(nn.Module):
@@ -20,12 +21,12 @@ def test_a_network_of_other_outputs_is_refused(outputs, says):
             return ()
 
     network = {5: nn.Linear(4, 5), None: nn.Linear(9, 2), (): Empty()}[outputs]
-    with pytest.raises(UsageError, match=says):
+    with raising(UsageError, says):
         jobs.apex(env="CartPole-v1", network=lambda: network)
 
 
 def test_continuous_actions_need_a_policy_and_a_critic():
-    with pytest.raises(UsageError, match="has no policy"):
+    with raising(UsageError, "policy"):
         jobs.apex(env="Pendulum-v1", network=lambda: nn.Linear(3, 1))
 
 
@@ -35,13 +36,13 @@ def test_a_network_of_a_policy_and_a_critic_needs_their_forward():
 
         def critic(self, observations, actions): ...
 
-    with pytest.raises(UsageError, match="needs a method forward"):
+    with raising(UsageError, "forward"):
         jobs.apex(env="Pendulum-v1", network=Halves)
 
 
 @pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1"])
 def test_a_layer_without_units_is_refused(env):
-    with pytest.raises(UsageError, match="at least one unit"):
+    with raising(UsageError, "least"):
         jobs.apex(env=env, hidden=(8, 0))
 
 
@@ -62,7 +63,7 @@ def test_settings_that_cannot_work_are_refused(given, says):
 
 def test_actors_that_stop_before_the_first_batch_are_refused():
     companions = jobs.apex(env="CartPole-v1", actors=2, replays=2, min_size=100, frames=199).companions
-    with pytest.raises(UsageError, match="200 frames in all"):
+    with raising(UsageError, "200"):
         companions.check(1, 64)
     jobs.apex(env="CartPole-v1", actors=2, replays=2, min_size=100, frames=200).companions.check(1, 64)
 
@@ -77,7 +78,7 @@ def test_dqn_of_images_makes_an_update_after_every_fourth_step():
 def test_a_batch_above_the_largest_sample_is_refused():
     companions = jobs.apex(env="CartPole-v1").companions
     companions.check(1, MOST)
-    with pytest.raises(UsageError, match="largest sample"):
+    with raising(UsageError, "largest"):
         companions.check(1, MOST + 1)
 
 

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from support.wording import raising
 
 from dure.errors import UsageError
 from dure.rl.transitions import STACKED, Column, FrameLayout, Layout
@@ -24,12 +25,12 @@ def test_bytes_of_values():
 @pytest.mark.parametrize(
     ("columns", "frames", "message"),
     [
-        (("reward", "reward"), None, "different names"),
-        (("frames",), None, "different names"),
-        (("observation", "next_observation"), FrameLayout((8, 8), 4), r"uint8.*\(4, 8, 8\)"),
+        (("reward", "reward"), None, "different"),
+        (("frames",), None, "different"),
+        (("observation", "next_observation"), FrameLayout((8, 8), 4), "4"),
         (("reward",), FrameLayout((8, 8), 4), "next_observation"),
     ],
 )
 def test_wrong_layouts(columns, frames, message):
-    with pytest.raises(UsageError, match=message):
+    with raising(UsageError, message):
         Layout(tuple(Column(name, "float32") for name in columns), frames)

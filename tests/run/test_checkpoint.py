@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from support.disks import largest_file, small_disk
+from support.wording import raising
 
 import dure
 from dure.core.state import State
@@ -63,7 +64,7 @@ def test_the_newest_is_read_and_the_oldest_are_removed(tmp_path):
 
 
 def test_there_is_none(tmp_path):
-    with pytest.raises(CheckpointError, match=r"no complete checkpoint in .*Start without --resume"):
+    with raising(CheckpointError, "--resume"):
         checkpoint.load(tmp_path)
 
 
@@ -120,7 +121,7 @@ def test_a_checkpoint_under_another_name_is_not_taken_for_it(tmp_path):
 
 def test_nothing_but_damage_says_what_was_found(tmp_path):
     (save(tmp_path, 5) / "run.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"Passed over: step-5: run.json is damaged"):
+    with raising(CheckpointError, "step-5"):
         checkpoint.load(tmp_path)
 
 
@@ -283,7 +284,7 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(tmp_path, caplog, on):
 
 def test_a_run_that_is_refused_leaves_no_folder(tmp_path):
     job = load_job("digits-mlp")
-    with pytest.raises(UsageError, match="Job object cannot be handed"):
+    with raising(UsageError, "handed"):
         dure.train(job, on="local", workers=2, steps=2, out=tmp_path / "run", checkpoint_every=1)
     assert not (tmp_path / "run").exists()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from support.wording import raising
 
 import dure
 from dure.errors import UsageError
@@ -14,21 +15,21 @@ JOB = "apex:env=CartPole-v1,min_size=100,actors=2,hidden=8/8"
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"partition": "gpipe:stages=2", "workers": 2}, "gpipe:stages=2 would divide it"),
-        ({"partition": "tensor:ways=2", "workers": 2}, "tensor:ways=2 would divide it"),
-        ({"sync": "lbfgs"}, "lbfgs:m=10 asks for the gradient of samples that it chooses"),
-        ({"sync": "asysvrg"}, "asysvrg.* asks for the gradient of samples that it chooses"),
-        ({"sync": "averaging:schedule=epoch"}, "counts epochs"),
-        ({"timing_only": True}, "the actors of apex CartPole-v1 need a model that learns"),
-        ({"epochs": 1}, "epochs is for a job with a data set"),
-        ({"split": "iid"}, "split is for a job with a data set"),
+        ({"partition": "gpipe:stages=2", "workers": 2}, "stages=2"),
+        ({"partition": "tensor:ways=2", "workers": 2}, "ways=2"),
+        ({"sync": "lbfgs"}, "m=10"),
+        ({"sync": "asysvrg"}, "gradient"),
+        ({"sync": "averaging:schedule=epoch"}, "epochs"),
+        ({"timing_only": True}, "CartPole-v1"),
+        ({"epochs": 1}, "epochs"),
+        ({"split": "iid"}, "split"),
     ],
 )
 def test_an_option_that_needs_data_is_refused(options, says):
-    with pytest.raises(UsageError, match=says):
+    with raising(UsageError, says):
         dure.train(JOB, on="virtual", **{"steps": 5, **options})
 
 
 def test_a_plan_is_refused():
-    with pytest.raises(UsageError, match="learns from what actors experience"):
+    with raising(UsageError, "experience"):
         plan(JOB, on="virtual", workers=3)

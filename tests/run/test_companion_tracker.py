@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+from support.wording import raising
 
 from dure.core.deployment import ACTOR, REPLAY, Deployment, NodeId, NodeSpec, WhenLost
 from dure.core.node import Call
@@ -66,13 +67,13 @@ def test_an_actor_that_is_killed_while_it_makes_progress_is_always_started_again
 @pytest.mark.parametrize("status", [KILLED, RAISED])
 def test_an_actor_that_fails_in_vain_is_started_again_a_few_times_and_then_ends_the_run(tracker, status):
     fail(tracker, status, LIMIT)
-    with pytest.raises(DureError, match=r"^actor 0 failed: the cause; it has failed so 6 times\.$"):
+    with raising(DureError, "actor 0"):
         fail(tracker, status)
 
 
 def test_errors_of_its_own_count_although_an_actor_makes_progress(tracker):
     fail(tracker, RAISED, LIMIT, steps=iter(range(1, 1000)))
-    with pytest.raises(DureError, match="actor 0 failed"):
+    with raising(DureError, "actor 0"):
         fail(tracker, RAISED, steps=iter([1000]))
 
 
@@ -89,7 +90,7 @@ def test_an_actor_whose_exit_nobody_reports_ends_the_run_only_if_it_was_the_last
     assert tracker.due(100.0, {}) == ["actor 1"]
     tracker.failed("actor 1", 100.0)
     assert tracker.due(100.0 + GONE_SECONDS, {}) == []
-    with pytest.raises(DureError, match=r"^actor 0 failed: the cause; this launcher does not start it again"):
+    with raising(DureError, "actor 0"):
         tracker.due(101.0 + GONE_SECONDS, {})
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
+from support.wording import raising
 
 import dure
 from dure.errors import UsageError
@@ -24,5 +24,5 @@ def test_strategies_are_given_one_by_one_or_by_name(tmp_path: Path) -> None:
 
 
 def test_not_both(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"by place.*'bsp'.*by name.*'ssp'.*once"):
+    with raising(UsageError, "bsp"):
         compared(tmp_path, "bsp", strategies=["ssp"])

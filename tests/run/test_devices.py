@@ -1,6 +1,7 @@
 """What `--device` names, dealt out to the workers of machines with other devices than this one has."""
 
 import pytest
+from support.wording import raising
 
 from dure.errors import UsageError
 from dure.run import devices
@@ -94,14 +95,14 @@ def test_a_text_that_can_name_no_device_is_refused_before_torch_is_imported(text
 def test_a_run_that_cannot_use_its_device_is_refused():
     check_use(["cuda:0"], timing_only=False)
     check_use(["cpu"], timing_only=True)
-    with pytest.raises(UsageError, match='timing_only computes no gradient, and device="cuda:0" was asked for'):
+    with raising(UsageError, "cuda:0"):
         check_use(["cuda:0"], timing_only=True)
 
 
 def test_a_device_without_side_streams_is_not_taken(machine):
     machine("mps", 1)
     assert devices_of("auto", 2, virtual=False) == ("cpu", "cpu")
-    with pytest.raises(UsageError, match=r'device="mps" .* have neither side streams nor float64 in PyTorch'):
+    with raising(UsageError, "mps"):
         devices_of("mps", 2, virtual=False)
     assert notice(None, ["cpu"]) == ""
 
@@ -130,7 +131,7 @@ def test_devices_of_several_machines():
 
 def test_ranks_of_collectives_need_devices_of_one_kind():
     check_alike(["cuda:0", "cuda:1"])
-    with pytest.raises(UsageError, match="and rank 0 has cuda and rank 2 has cpu"):
+    with raising(UsageError, "rank 0"):
         check_alike(["cuda:0", "cuda:1", "cpu", "cpu"])
 
 

@@ -12,6 +12,7 @@ import time
 import pytest
 from support.purposes import long, soaked
 from support.real_runs import Killer, Notes, Trial, configured, descendants, descriptors, gone_within
+from support.wording import raising
 
 from dure.errors import DureError
 from dure.run.process import FaultSettings
@@ -111,9 +112,7 @@ def test_a_kill_under_collectives_ends_the_run_with_one_sentence(run):
 
 def test_a_server_that_dies_ends_the_run_with_one_sentence(run):
     kill = when(lambda trial: trial.driver.steps("worker 1") > 10, lambda trial: trial.kill("server 1"))
-    with pytest.raises(
-        DureError, match=r"^server 1 failed: killed by signal 9 \(SIGKILL\); its part of the model is gone"
-    ):
+    with raising(DureError, "server 1"):
         run("waits_now_and_then", "ssp ps:shards=2", kill, workers=2, steps=100_000)
     assert time.monotonic() - kill.happened[0] < 5
 
@@ -299,7 +298,7 @@ def test_the_end_of_the_fork_server_ends_the_run_and_its_processes():
         lambda trial: trial.driver.steps("worker 1") > 10, lambda trial: os.kill(trial.pids()[0], signal.SIGKILL)
     )
     trial = Trial(configured("waits_now_and_then", "ssp ps", workers=2, steps=100_000))
-    with pytest.raises(DureError, match="the process that starts the others was killed by signal 9"):
+    with raising(DureError, "signal 9"):
         trial.run(kill)
     assert len(trial.pids()) == 4
     assert gone_within(trial.pids(), 5)

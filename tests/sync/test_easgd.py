@@ -10,6 +10,7 @@ import torch
 from oracles.test_equivalences import staggered
 from support.runs import bowls, local, virtual
 from support.scattered import scattered, total
+from support.wording import raising
 from torch import nn
 
 import dure
@@ -219,13 +220,13 @@ def test_in_a_loop_of_ones_own_the_model_becomes_the_center(topology):
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("easgd:period=0", "period counts mini-batches"),
-        ("easgd:elasticity=1.5", "elasticity must be from 0 to 1"),
-        ("easgd:elasticity=-0.1", "elasticity must be from 0 to 1"),
-        ("eamsgd:momentum=1", "momentum must be at least 0 and below 1"),
-        ("eamsgd:period=-1", "period counts mini-batches"),
+        ("easgd:period=0", "mini-batches"),
+        ("easgd:elasticity=1.5", "from 0"),
+        ("easgd:elasticity=-0.1", "from 0"),
+        ("eamsgd:momentum=1", "least 0"),
+        ("eamsgd:period=-1", "mini-batches"),
     ],
 )
 def test_what_makes_no_sense_is_refused(text, reason):
-    with pytest.raises(StrategyError, match=reason):
+    with raising(StrategyError, reason):
         Strategy.parse(text)

@@ -15,6 +15,7 @@ from support.purposes import soaked
 from support.real_runs import Trial
 from support.runs import Fixed, bowls, local, virtual
 from support.sparse_jobs import PER_SAMPLE
+from support.wording import raising
 from torch import Tensor
 
 from dure.errors import DureError, StrategyError, UsageError
@@ -318,7 +319,7 @@ def test_the_death_of_the_owner_ends_the_run_and_its_memory(fork_server):
             assert all("memfd:dure" in Path(f"/proc/{pid}/maps").read_text() for pid in pids)
             trial.kill("server 0")
 
-    with pytest.raises(DureError, match=r"^server 0 failed: killed by signal 9 \(SIGKILL\)"):
+    with raising(DureError, "server 0"):
         trial.run(act, fork_server=fork_server)
     assert len(pids) == 3
     deadline = time.monotonic() + 10
@@ -363,15 +364,13 @@ def test_writers_queue_where_there_is_one_lock():
 @pytest.mark.parametrize("decay", [0.0, -1.0, 1.1, math.nan])
 @pytest.mark.parametrize("method", [Hogwild, HogBatch])
 def test_a_bad_decay_is_explained(method, decay):
-    with pytest.raises(ValueError, match="decay multiplies the rate"):
+    with raising(ValueError, "multiplies"):
         method(decay=decay)
 
 
-@pytest.mark.parametrize(
-    ("given", "said"), [({"batch": 0}, "batch counts mini-batches per write"), ({"scale": "max"}, "scale must be")]
-)
+@pytest.mark.parametrize(("given", "said"), [({"batch": 0}, "mini-batches"), ({"scale": "max"}, "scale")])
 def test_bad_parameters_are_explained(given, said):
-    with pytest.raises(ValueError, match=said):
+    with raising(ValueError, said):
         HogBatch(**given)
 
 
@@ -379,7 +378,7 @@ def test_bad_parameters_are_explained(given, said):
 def test_other_topologies_are_refused(topology):
     with pytest.raises(StrategyError, match=f"hogwild does not run over {topology}: its workers write to one model"):
         Strategy.parse(f"hogwild {topology}")
-    with pytest.raises(StrategyError, match="does not run over shared"):
+    with raising(StrategyError, "shared"):
         Strategy.parse("ssp shared")
 
 
@@ -387,5 +386,5 @@ def test_a_loop_of_one_s_own_is_refused():
     import dure
 
     model = torch.nn.Linear(2, 1)
-    with pytest.raises(UsageError, match="does not run in a loop of one's own: its workers write to one memory"):
+    with raising(UsageError, "workers"):
         dure.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), sync="hogwild")

@@ -9,6 +9,7 @@ import torch
 from support.purposes import soaked
 from support.real_runs import Trial
 from support.runs import local, resolved, resume_local, virtual
+from support.wording import raising
 
 import dure
 from dure.core.node import Call
@@ -168,10 +169,10 @@ def dropped():
 
 @pytest.mark.parametrize("partition", ["gpipe:stages=2", "pipedream:stages=2", "gpipe:stages=1"])
 def test_it_does_not_run_over_the_stages_of_a_pipeline(partition):
-    with pytest.raises(StrategyError, match="in portions"):
+    with raising(StrategyError, "portions"):
         virtual(JOB, f"{LBFGS} ps {partition}", workers=2, **OPTIONS)
 
 
 def test_parameters_with_several_holders_are_refused():
-    with pytest.raises(StrategyError, match="is whole at all workers that share layers"):
+    with raising(StrategyError, "workers"):
         virtual("digits-mlp", f"{LBFGS} ps tensor:ways=2", workers=2, **OPTIONS)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from support.runs import virtual
 from support.stale import Bench
+from support.wording import raising
 
 from dure.runtime.virtual.cluster import Cluster, Link, Machines
 from dure.runtime.virtual.compute import Constant
@@ -75,5 +76,5 @@ def test_without_a_limit_and_within_it_the_run_is_the_same():
 
 
 def test_a_negative_delay_is_refused():
-    with pytest.raises(ValueError, match="max_delay counts versions and must be >= 0, got -1"):
+    with raising(ValueError, "max_delay"):
         Downpour(max_delay=-1)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.runs import Fixed, bowls, virtual
+from support.wording import raising
 
 from dure.errors import StrategyError
 from dure.job.data.dataset import Data
@@ -183,13 +184,13 @@ def test_it_is_stable_below_the_bound_of_its_greatest_delay(bound, form):
 
 
 def test_parameters_that_make_no_sense_are_refused():
-    with pytest.raises(ValueError, match=r"form must be .*rmw.*got 'cache'"):
+    with raising(ValueError, "cache"):
         SSP(form="cache")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"never is\. Use bound=3"):
+    with raising(ValueError, "bound=3"):
         SSP(bound=math.inf, form="rmw")
 
 
 def test_remedies_join_the_form_that_pushes_gradients():
     assert make("ssp:bound=3+dc-asgd").remedies
-    with pytest.raises(StrategyError, match="its servers apply no gradient"):
+    with raising(StrategyError, "gradient"):
         make("ssp:bound=3,form=rmw+dc-asgd")

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from support.raw_caller import CREDENTIALS, RawCaller, frame
+from support.wording import raising
 
 from dure.codec.coder import SliceLayout
 from dure.codec.exchange import add_up
@@ -226,7 +227,7 @@ def test_a_coded_group_refuses_what_no_encoder_made(stranger, codec):
         if method == "give":
             assert kind == Kind.ERROR
             assert "round 1" in str(meta)
-            with pytest.raises(Refused, match="round 1"):
+            with raising(Refused, "round 1"):
                 caller.node.loop.run_until(ours)
         else:  # it has arrived; everybody adds up for himself
             assert kind == Kind.REPLY

@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from support.wording import raising
 
 import dure
 from dure.codec import CATALOGUE
@@ -601,5 +602,5 @@ SCRIPTS = {
 
 def test_a_hook_is_made_without_ranks_and_names_of_codecs_are_checked_at_once():
     assert dure.hook("sign").codec is not None
-    with pytest.raises(StrategyError, match="nothing"):
+    with raising(StrategyError, "nothing"):
         dure.hook("nothing")

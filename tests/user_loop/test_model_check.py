@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.wording import raising
 from torch import nn
 
 from dure.errors import UsageError
@@ -54,7 +55,7 @@ def test_a_change_in_place_is_seen(name):
     check.note()
     check.check("step")
     CHANGES[name](module)
-    with pytest.raises(UsageError, match="changed in place after the last step"):
+    with raising(UsageError, "changed"):
         check.check("step")
     check.check("close")
     check.note()
@@ -82,7 +83,7 @@ def test_an_embedding_that_scales_its_rows_in_forward_is_named():
     check = ModelCheck(Replica(module), ("step",))
     check.note()
     module(torch.tensor([7]))
-    with pytest.raises(UsageError, match=r"^values among the parameters '0\.weight' were changed"):
+    with raising(UsageError, "0.weight"):
         check.check("step")
 
 

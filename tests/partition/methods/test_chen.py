@@ -6,6 +6,7 @@ import pytest
 import torch
 from support.chains import chain, play
 from support.runs import resolved
+from support.wording import raising
 
 import dure
 
@@ -39,5 +40,5 @@ def test_the_samples_of_a_run_are_those_of_the_job():
 
 
 def test_a_delay_that_is_none_is_refused():
-    with pytest.raises(ValueError, match="write delay=1"):
+    with raising(ValueError, "delay=1"):
         dure.Chen(delay=0.0)

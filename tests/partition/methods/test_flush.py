@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from support.chains import LR, chain, data, linear, model, play
+from support.wording import raising
 from torch.nn.functional import mse_loss
 
 import dure
@@ -156,9 +157,9 @@ def test_an_update_before_a_forward_of_the_same_mini_batch_is_found(monkeypatch)
 
 
 def test_parameters_that_mean_nothing_are_refused():
-    with pytest.raises(ValueError, match="micro=8 or micro=12"):
+    with raising(ValueError, "micro=8"):
         dure.Interleaved(stages=4, micro=9)
-    with pytest.raises(ValueError, match="chunks=0 leaves a worker no stage"):
+    with raising(ValueError, "chunks=0"):
         dure.Interleaved(chunks=0)
-    with pytest.raises(ValueError, match="h1, h2 or v, got 'h3'"):
+    with raising(ValueError, "h3"):
         dure.ZeroBubble(schedule="h3")

@@ -12,6 +12,7 @@ from support.purposes import soaked
 from support.runs import local, virtual
 from support.shared_layers import HERE, conv_job
 from support.ways import on_ways
+from support.wording import raising
 from torch import Tensor, nn
 
 from dure.errors import UsageError
@@ -90,11 +91,11 @@ def test_processes_give_the_bits_of_virtual_time():
 
 
 def test_other_models_and_too_small_batches_are_refused():
-    with pytest.raises(UsageError, match="no convolution"):
+    with raising(UsageError, "convolution"):
         OneWeirdTrick().plan(conv_job(), nn.Sequential(nn.Linear(3, 4)))
-    with pytest.raises(UsageError, match="no dense layer behind"):
+    with raising(UsageError, "behind"):
         OneWeirdTrick().plan(conv_job(), nn.Sequential(nn.Linear(3, 4), nn.Conv2d(2, 3, 3)))
-    with pytest.raises(UsageError, match="is a LSTM"):
+    with raising(UsageError, "LSTM"):
         OneWeirdTrick().plan(conv_job(), nn.LSTM(3, 4))
-    with pytest.raises(UsageError, match="3 workers share a mini-batch of 2 samples"):
+    with raising(UsageError, "mini-batch"):
         virtual(conv_job(), "bsp collective one-weird-trick:ways=3", workers=3, **OPTIONS | {"batch_size": 2})

@@ -4,6 +4,7 @@ import pytest
 import torch
 from support.chains import flat, play, stage_modules
 from support.delayed import cycles, delayed, loss_of, sgd
+from support.wording import raising
 
 import dure
 
@@ -67,5 +68,5 @@ def test_staleness_versions_and_activations_are_those_of_the_paper(stages):
 
 
 def test_rematerialisation_is_refused():
-    with pytest.raises(ValueError, match="features-replay"):
+    with raising(ValueError, "features-replay"):
         dure.Petrowski(remat=True)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from support.chains import play
 from support.delayed import delayed, sgd
+from support.wording import raising
 
 import dure
 from dure.partition.methods.pipedream import PipeDream
@@ -100,7 +101,7 @@ def test_a_stage_moves_to_other_memory_before_its_weights_change_under_a_stash()
 
 
 def test_words_that_name_no_rule_are_refused():
-    with pytest.raises(ValueError, match="none or vertical, got 'horizontal'"):
+    with raising(ValueError, "horizontal"):
         dure.PipeDream(sync="horizontal")
-    with pytest.raises(ValueError, match="few or many, got 'all'"):
+    with raising(ValueError, "all"):
         dure.PipeDream(ahead="all")

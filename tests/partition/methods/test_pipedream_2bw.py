@@ -6,6 +6,7 @@ import pytest
 import torch
 from support.chains import BATCH, chain, play
 from support.delayed import delayed
+from support.wording import raising
 
 import dure
 
@@ -35,5 +36,5 @@ def test_it_takes_less_time_than_with_a_flush():
 
 
 def test_fewer_micro_batches_than_stages_are_refused():
-    with pytest.raises(ValueError, match="write micro=4 or more, or pipedream"):
+    with raising(ValueError, "micro=4"):
         dure.PipeDream2BW(stages=4, micro=3)

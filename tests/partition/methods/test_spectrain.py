@@ -7,6 +7,7 @@ import torch
 from support.chains import LR, WIDTH, Data, InOrder, flat, play, samples, stage_modules
 from support.delayed import back
 from support.runs import resolved
+from support.wording import raising
 from torch import nn
 
 from dure.errors import StrategyError
@@ -173,18 +174,18 @@ def test_the_closed_forms_count_the_updates_until_the_first_stage_goes_backward(
 
 @pytest.mark.parametrize("optimizer", ["sgd:lr=0.1", "adam:lr=0.1"])
 def test_an_optimizer_without_velocity_is_refused(optimizer):
-    with pytest.raises(StrategyError, match=r"velocity of momentum, and .* has none\. Use momentum"):
+    with raising(StrategyError, "momentum"):
         resolved("digits-mlp", "bsp", partition="spectrain:stages=2", workers=2, on="virtual", optimizer=optimizer)
 
 
 def test_servers_with_the_optimizer_are_refused():
-    with pytest.raises(StrategyError, match="the servers have the optimizer"):
+    with raising(StrategyError, "optimizer"):
         Strategy.parse("bsp ps spectrain:stages=2")
     assert str(Strategy.parse("averaging ps spectrain:stages=2"))
 
 
 def test_parameters_that_mean_nothing_are_refused():
-    with pytest.raises(ValueError, match="velocity or carry, got 'none'"):
+    with raising(ValueError, "none"):
         SpecTrain(predicts="none")
-    with pytest.raises(ValueError, match="leave remat out"):
+    with raising(ValueError, "remat"):
         SpecTrain(remat=True)

@@ -9,6 +9,7 @@ import torch
 from support.runs import local, virtual
 from support.shared_layers import HERE, pairs
 from support.stage_jobs import job_text
+from support.wording import raising
 
 from dure.errors import DivergedError, DureError
 from dure.partition.tensor.computation import PausingThread
@@ -50,7 +51,7 @@ def test_an_error_comes_out_where_the_function_goes_on():
         raise ArithmeticError("in the middle")
 
     assert thread.start(function) is CALL
-    with pytest.raises(ArithmeticError, match="in the middle"):
+    with raising(ArithmeticError, "middle"):
         thread.resume(None)
     assert thread.start(lambda: None) is None  # the thread computes the next one
     thread.end()
@@ -103,7 +104,7 @@ def fails(monkeypatch, after):
 
 
 def test_an_error_between_two_collectives_is_that_of_the_run(monkeypatch):
-    with pytest.raises(ArithmeticError, match="between two pairs of layers") as caught:
+    with raising(ArithmeticError, "between") as caught:
         virtual(fails(monkeypatch, 5), f"bsp collective {pairs(2)}", workers=2, steps=10)
     assert any(frame.path.name == HERE.name for frame in caught.traceback)
     assert split_computations() == []
@@ -111,12 +112,12 @@ def test_an_error_between_two_collectives_is_that_of_the_run(monkeypatch):
 
 @pytest.mark.long
 def test_an_error_between_two_collectives_ends_a_run_on_processes(monkeypatch):
-    with pytest.raises(DureError, match=r"worker \d failed: ArithmeticError: between two pairs of layers"):
+    with raising(DureError, "ArithmeticError"):
         local(fails(monkeypatch, 5), f"bsp collective {pairs(2)}", workers=2, steps=10)
 
 
 def test_a_loss_that_is_no_number_ends_a_run_as_that_of_a_whole_model():
     for partition, workers in (("none", 1), (pairs(2), 2)):
-        with pytest.raises(DivergedError, match=r"^the loss became (nan|inf) at worker 0, step \d: "):
+        with raising(DivergedError, "worker 0,"):
             virtual(job_text("plain"), f"bsp collective {partition}", workers=workers, steps=50, lr=3e38)
     assert split_computations() == []

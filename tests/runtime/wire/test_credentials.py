@@ -4,6 +4,7 @@ import os
 import secrets
 
 import pytest
+from support.wording import raising
 
 from dure.errors import UsageError
 from dure.run.process_main import LaunchSpec
@@ -43,18 +44,18 @@ def test_a_key_of_the_wrong_length_is_refused(file, length, held):
 
 def test_what_is_no_file_is_refused(tmp_path):
     os.mkfifo(tmp_path / "fifo", 0o600)
-    with pytest.raises(UsageError, match="fifo is no regular file"):
+    with raising(UsageError, "regular"):
         Credentials.of_file(tmp_path / "fifo")
-    with pytest.raises(UsageError, match=r"is no regular file|Is a directory"):
+    with raising(UsageError):
         Credentials.of_file(tmp_path)
-    with pytest.raises(UsageError, match=r"cannot read the key file .*missing: No such file"):
+    with raising(UsageError, "missing"):
         Credentials.of_file(tmp_path / "missing")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
 def test_a_file_of_another_user_is_refused(file):
     os.chown(file, 65534, 65534)
-    with pytest.raises(UsageError, match="belongs to user 65534"):
+    with raising(UsageError, "user 65534"):
         Credentials.of_file(file)
 
 
@@ -69,5 +70,5 @@ def test_keys_are_random_long_and_shown_nowhere():
     for shown in (repr(one), str(one), repr(start)):
         assert one.key.hex() not in shown
         assert repr(one.key) not in shown
-    with pytest.raises(ValueError, match="at least 32 bytes, this one has 3"):
+    with raising(ValueError, "least 32"):
         Credentials(b"key")

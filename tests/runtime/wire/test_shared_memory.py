@@ -12,6 +12,7 @@ import pytest
 import torch
 from runtime.wire.test_faults import callers, start
 from support.raw_caller import CREDENTIALS
+from support.wording import raising
 
 from dure.core.node import Reply, TensorSpec
 from dure.errors import CallTimeout, DamagedFrame, PeerLost, RemoteError
@@ -235,7 +236,7 @@ def test_memory_that_makes_no_sense_is_refused(told):
     assert offset == 0
     if told:
         told = [[file if each == "file" else each for each in told[0]]]
-    with pytest.raises(DamagedFrame, match="memory"):
+    with raising(DamagedFrame, "memory"):
         Borrower(1 << 30).tensors(os.getpid(), told, [SPEC])
 
 

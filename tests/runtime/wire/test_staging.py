@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.wording import raising
 
 from dure.core.node import TensorSpec
 from dure.runtime.wire.staging import Lease, Share, Staging, announced, bytes_of, described, nbytes_of, spec_of
@@ -24,7 +25,7 @@ def test_bytes_are_the_tensors_own():
     "tensor", [torch.zeros(4, 4).t(), torch.zeros(4, dtype=torch.complex64).conj(), torch.empty(1, device="meta")]
 )
 def test_tensors_that_cannot_travel_as_they_lie_are_refused(tensor):
-    with pytest.raises(ValueError, match=r"send tensor\.(contiguous|cpu)\(\)"):
+    with raising(ValueError, "tensor.c"):
         bytes_of(tensor)
 
 
@@ -81,7 +82,7 @@ def test_words_for_specs():
     assert announced([["float32", 2]]) == "float32[2]"
     for nonsense in (None, 3, [3], [["x", "y"]], [["x", float("inf")]]):
         assert announced(nonsense) == "nothing readable"
-    with pytest.raises(TypeError, match="no dtype of torch"):
+    with raising(TypeError, "torch"):
         nbytes_of(TensorSpec("float33", 1))
     assert [tensor.numel() for tensor in Lease.of_nothing([TensorSpec("int64", 0)]).tensors] == [0]
 

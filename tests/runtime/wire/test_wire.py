@@ -5,6 +5,7 @@ import time
 
 import pytest
 import torch
+from support.wording import raising
 
 from dure.core.node import Reply, TensorSpec
 from dure.errors import CallTimeout, PeerLost, Refused, RemoteError, UsageError
@@ -97,7 +98,7 @@ def test_an_answer_is_given_once_and_released_once_it_has_left(world):
     world.until(lambda: out and released)
     assert released == [1]
     assert into.min().item() == 1.0
-    with pytest.raises(RuntimeError, match="answer once"):
+    with raising(RuntimeError, "answer"):
         respond(Reply())
 
 
@@ -105,7 +106,7 @@ def test_an_answer_that_cannot_be_sent_may_be_replaced(world):
     _, host, caller = world.pair()
     out, _ = world.call(caller)
     world.until(lambda: host.requests)
-    with pytest.raises(TypeError, match="plain JSON"):
+    with raising(TypeError, "plain"):
         host.requests[0][1](Reply({"a": object()}))
     host.requests[0][1](Refused("cannot say it"))
     world.until(lambda: out)
@@ -278,11 +279,11 @@ def test_a_cancelled_deferred_reply_is_not_sent(world):
 
 def test_what_is_wrong_with_a_request_is_said_at_once(world):
     _, _, caller = world.pair()
-    with pytest.raises(ValueError, match="contiguous"):
+    with raising(ValueError, "contiguous"):
         world.call(caller, tensors=[torch.zeros(3, 3).t()])
-    with pytest.raises(ValueError, match="contiguous"):
+    with raising(ValueError, "contiguous"):
         world.call(caller, into=[torch.zeros(3, 3).t()])
-    with pytest.raises(TypeError, match="plain JSON"):
+    with raising(TypeError, "plain"):
         world.call(caller, fields={"a": torch.zeros(1)})
     assert not caller.busy
 
@@ -320,27 +321,27 @@ def test_whoever_does_not_fit_is_refused_naming_both_sides(world, options, words
 
 def test_the_wrong_host_at_the_right_address(world):
     server, _, port = world.server()
-    with pytest.raises(Refused, match="server 1 was expected at this address, server 0 answered"):
+    with raising(Refused, "server 1"):
         world.join(world.wire("worker 0"), server, port, name="server 1")
 
 
 def test_nobody_there(world):
     server, _, port = world.server()
     server.close()
-    with pytest.raises(PeerLost, match="server 0 is gone"):
+    with raising(PeerLost, "server 0"):
         world.wire("worker 0").connect("server 0", "127.0.0.1", port, 1.0)
 
 
 def test_a_host_that_says_nothing(world):
     silent = world.wire("server 0").listen()
-    with pytest.raises(CallTimeout, match=r"within 0\.2 s"):
+    with raising(CallTimeout, "0.2"):
         world.wire("worker 0").connect("server 0", "127.0.0.1", silent, 0.2)
 
 
 def test_listening_everywhere_must_be_meant(world):
     wire = world.wire("server 0")
     for address in ("0.0.0.0", "", "::"):
-        with pytest.raises(UsageError, match="every interface"):
+        with raising(UsageError, "interface"):
             wire.listen(address)
     assert wire.listen("0.0.0.0", everywhere=True) > 0
 
@@ -357,7 +358,7 @@ def test_an_evicted_incarnation_delivers_nothing_more_and_comes_back_only_as_the
     assert isinstance(out[0], RemoteError)
     assert "evicted: no progress for 5 s." in str(out[0])
     assert not host.requests
-    with pytest.raises(Refused, match="as incarnation 1, server 0 admits 2 or later"):
+    with raising(Refused, "incarnation 1,"):
         world.join(world.wire("worker 0", incarnation=1), server, port)
     world.join(world.wire("worker 0", incarnation=2), server, port)
     assert [identity.incarnation for identity in server.callers] == [2]
@@ -373,7 +374,7 @@ def test_a_later_connection_takes_the_place_of_an_earlier_one(world):
     assert not host.losses[0].finished
     assert isinstance(world.ask(second), Reply)
     assert isinstance(world.ask(first), RemoteError)
-    with pytest.raises(Refused, match="connected to server 0 as 3"):
+    with raising(Refused, "server 0"):
         world.join(world.wire("worker 0", incarnation=2), server, port)
 
 
@@ -410,7 +411,7 @@ def test_all_is_closed_though_the_owner_raises_at_a_loss(world):
     host.lost = raises
     sockets = [connection.sock for connection in server._shared.connections]
     caller.close(0.0)
-    with pytest.raises(ConnectionError, match="worker 0 was needed"):
+    with raising(ConnectionError, "worker 0"):
         server.close()
     assert sockets
     assert all(sock.fileno() < 0 for sock in sockets)
@@ -588,7 +589,7 @@ def test_a_wait_ends_when_woken(world):
 
 @pytest.mark.parametrize("wrong", [{"name": ""}, {"rank": -1}, {"rank": 1 << 31}, {"incarnation": -1}, {"job": 3}])
 def test_identities_are_checked(wrong):
-    with pytest.raises(ValueError, match="got"):
+    with raising(ValueError, "got"):
         Wire(Identity(**({"job": "job", "name": "worker 0"} | wrong)))
 
 

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.imbalance import imbalance
+from support.wording import raising
 
 from dure.core.ranges import equal_ranges, gather, pieces, size
 from dure.errors import StrategyError
@@ -148,10 +149,10 @@ def test_gather_and_pieces_take_the_ranges_in_order() -> None:
 
 
 def test_nonsense_is_refused() -> None:
-    with pytest.raises(StrategyError, match="shards counts servers and must be >= 1, got 0"):
+    with raising(StrategyError, "got 0"):
         split([], 10, 0)
-    with pytest.raises(StrategyError, match="got 'row'"):
+    with raising(StrategyError, "row"):
         split([], 10, 2, "row")  # type: ignore[arg-type]
     assert held_by(ParameterServer(10), [], 10) == split([], 10, 10)
-    with pytest.raises(StrategyError, match="11 are more than the model has parameters, 10: use at most as many"):
+    with raising(StrategyError, "11"):
         held_by(ParameterServer(11), [], 10)

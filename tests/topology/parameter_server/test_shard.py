@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.nodes import World
 from support.stale import Bench
+from support.wording import raising
 
 from dure.core.node import Address, Call, Ghost, Operation, Reply, Work
 from dure.core.ranges import gather
@@ -239,7 +240,7 @@ def test_a_pull_gets_exactly_the_version_it_asks_for() -> None:
     assert fleet.run(reader.pull(torch.empty(NUMEL))).versions == [4, 4]
     assert fleet.run(reader.clock.ask()) == 4
     fleet.run(writer.push(one, base=[0, 0]))
-    with pytest.raises(Refused, match="version 0 is gone"):
+    with raising(Refused, "version 0"):
         fleet.run(reader.pull(torch.empty(NUMEL), version=0))
     assert fleet.run(reader.pull(torch.empty(NUMEL), version=4)).values[0] == -4.0
 
@@ -306,7 +307,7 @@ def test_a_push_brings_back_what_it_has_made(shards: int) -> None:
     fleet.run(second.push(torch.ones(NUMEL), base=[0] * shards))
     again = fleet.run(first.push_pull(torch.ones(NUMEL), into, base=[0] * shards))
     assert (into.tolist(), again.versions) == ([-3.0] * NUMEL, [3] * shards)
-    with pytest.raises(Refused, match="NaN"):
+    with raising(Refused, "NaN"):
         fleet.run(first.push_pull(torch.full((NUMEL,), math.nan), into, base=[0] * shards))
     assert fleet.model().tolist() == [-3.0] * NUMEL
 
@@ -463,9 +464,9 @@ def test_the_ledger_knows_what_is_missing() -> None:
     again.restore(json.loads(json.dumps(ledger.state())))
     assert [again.first_time(0, 0, seq) for seq in (9, 7, 7, 10)] == [False, True, False, True]
     assert again.first_time(0, 2, 1)
-    with pytest.raises(Refused, match="incarnation 1 of worker 0 is over, 2 is known"):
+    with raising(Refused, "incarnation 1"):
         again.first_time(0, 1, 2)
-    with pytest.raises(Refused, match="more than 1000 cannot be missing"):
+    with raising(Refused, "than 1000"):
         again.first_time(0, 2, 5000)
 
 
@@ -478,7 +479,7 @@ def test_nan_is_refused_and_its_other_slices_taken_back(bad: float, ordered: boo
     fleet = Fleet(2, policy=Barrier() if ordered else None, workers=1)
     update = torch.ones(NUMEL)
     update[-1] = bad
-    with pytest.raises(Refused, match="update 1 of worker 0 holds NaN or infinity"):
+    with raising(Refused, "update 1"):
         fleet.run(fleet.clients[0].push(update, base=[0, 0]))
     assert [shard.refused for shard in fleet.shards] == [0, 1]
     assert [len(shard.staging) for shard in fleet.shards] == [0, 0]
@@ -498,7 +499,7 @@ def test_a_refused_update_sent_again_is_refused_again() -> None:
     fleet = Fleet(1, policy=Barrier(), workers=1)
     for _ in range(2):
         fleet.clients[0].sender.seq = 0
-        with pytest.raises(Refused, match="holds NaN"):
+        with raising(Refused, "holds"):
             fleet.run(fleet.clients[0].push(torch.full((NUMEL,), torch.nan), base=[0]))
 
 
@@ -511,9 +512,9 @@ def test_who_is_refused_three_times_in_a_row_must_join_again(ordered: bool) -> N
         if update is good:
             fleet.run(client.push(good, base=[0]))
         else:
-            with pytest.raises(Refused, match="holds NaN"):
+            with raising(Refused, "holds"):
                 fleet.run(client.push(bad, base=[0]))
-    with pytest.raises(Refused, match="holds NaN"):
+    with raising(Refused, "holds"):
         fleet.run(client.push(bad, base=[0]))
     before = len(fleet.shards[0].staging) + fleet.shards[0].applied
     with pytest.raises(Evicted, match=rf"incarnation {life} of worker 0 is over.*join again"):
@@ -534,15 +535,15 @@ def test_large_finite_numbers_are_no_infinity() -> None:
 def test_nonsense_is_refused_with_a_reason() -> None:
     fleet = Fleet(policy=Barrier())
     for weight in (0.0, -1.0, float("nan")):
-        with pytest.raises(Refused, match="a weight is a positive number"):
+        with raising(Refused, "positive"):
             fleet.run(fleet.clients[0].push(vector(1), weight=weight, base=[0, 0]))
     for service in (fleet.shards[0], fleet.clock):
-        with pytest.raises(Refused, match='has no method "frobnicate"'):
+        with raising(Refused, "frobnicate"):
             service.handle(Call("x", "frobnicate", {}, ()))
-    with pytest.raises(Refused, match="version 3 cannot follow 0"):
+    with raising(Refused, "version 3"):
         fleet.shards[0].handle(Call("clock", "close", {"version": 3, "group": 2, "members": [[0, 9]]}, ()))
     unordered = Fleet(policy=None)
-    with pytest.raises(Refused, match="no order"):
+    with raising(Refused, "order"):
         unordered.run(unordered.clients[0].clock.ask())
 
 
@@ -573,13 +574,13 @@ def test_a_past_incarnation_is_refused_everywhere() -> None:
     fleet.clock.lost("worker 0")
     fleet.run(other.push(vector(2), base=[0, 0]))
     assert fleet.shards[0].updater.log == [(0, 0, 1), (1, 0, 1)], "what was staged in full counts"
-    with pytest.raises(Refused, match="incarnation 0 of worker 0 is over"):
+    with raising(Refused, "incarnation 0"):
         fleet.run(zombie.push(vector(3), base=[1, 1]))
-    with pytest.raises(Refused, match="join first"):
+    with raising(Refused, "first"):
         fleet.run(zombie.clock.ask())
     joined = fleet.run(zombie.clock.join())
     assert joined == (1, 1, 1)
-    with pytest.raises(Evicted, match="no member under incarnation 0"):
+    with raising(Evicted, "incarnation 0"):
         fleet.clock.handle(Call("worker 0", "ask", {"worker": 0, "incarnation": 0}, ()))
     fleet.run(zombie.push(vector(3), base=[1, 1]))
     fleet.run(other.push(vector(4), base=[1, 1]))
@@ -742,7 +743,7 @@ def test_the_clock_tells_a_shard_that_comes_back_who_is_gone() -> None:
     fleet.shards[1].restore(state)
     fleet.shards[1].staging.sequences = SequenceTracker()
     fleet.run(fleet.clock.returned(fleet.servers.shards[1]))
-    with pytest.raises(Evicted, match="incarnation 0 of worker 1 is over"):
+    with raising(Evicted, "incarnation 0"):
         fleet.shards[1].staging.sequences.check(1, 0)
     fleet.shards[1].staging.sequences.check(0, 0)
 

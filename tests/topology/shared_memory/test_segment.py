@@ -13,6 +13,7 @@ import pytest
 import torch
 from support import racing
 from support.nodes import World
+from support.wording import raising
 
 from dure.core.node import Address, Call
 from dure.core.state import State
@@ -82,12 +83,12 @@ def test_memory_has_no_name_and_ends_with_the_last_who_has_mapped_it(raced):
 
 
 def test_memory_that_is_not_here_is_explained():
-    with pytest.raises(DureError, match=r"not on this machine.*all processes on one machine"):
+    with raising(DureError, "processes"):
         MappedMemory.of("/proc/1/fd/999")
 
 
 def test_more_memory_than_there_is_is_explained():
-    with pytest.raises(DureError, match="memory to share"):
+    with raising(DureError, "memory"):
         MappedMemory(1 << 50)
 
 
@@ -283,7 +284,7 @@ def test_what_would_spoil_the_model_is_refused():
     segment = Segment(Layout(2, torch.float32, 1))
     access = Access(Alone(), 0, segment, owner=Address("server 0", "shard"))
     for bad in (torch.tensor([1.0, float("nan")]), sparse([0], [float("inf")], 2)):
-        with pytest.raises(Refused, match="NaN or infinity"):
+        with raising(Refused, "infinity"):
             access.add(bad, 1.0, seen=0).send(None)
     assert (segment.refused, segment.version) == (2, 0)
 
@@ -332,9 +333,7 @@ def test_what_is_done_alone_between_processes_is_done_under_the_first_lock(nbyte
         assert version == 2
 
 
-@pytest.mark.parametrize(
-    ("given", "said"), [({"locks": 0}, "locks counts ranges"), ({"mode": "eager"}, 'mode must be "racy" or "atomic"')]
-)
+@pytest.mark.parametrize(("given", "said"), [({"locks": 0}, "ranges"), ({"mode": "eager"}, "racy")])
 def test_bad_parameters_are_explained(given, said):
-    with pytest.raises(ValueError, match=said):
+    with raising(ValueError, said):
         SharedMemory(**given)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from support.nodes import TestNode, World
 from support.runs import resolved
+from support.wording import raising
 
 from dure.core.meter import Meter
 from dure.core.node import Call
@@ -248,7 +249,7 @@ def test_an_error_of_the_method_reaches_every_worker():
         role.when_done(lambda: None)
     play.play()
     for role in play.roles.values():
-        with pytest.raises(DivergedError, match="it goes nowhere"):
+        with raising(DivergedError, "nowhere"):
             role.result()
 
 
@@ -262,11 +263,11 @@ def test_what_it_counts_and_whom_it_fences_off_survive_a_restart():
     assert again.spent == play.coordinator.spent
     worker, incarnation = state["fenced"][0]
     fields = {"worker": worker, "incarnation": incarnation - 1, "due": False, "report": None}
-    with pytest.raises(Evicted, match="join first"):
+    with raising(Evicted, "first"):
         again.handle(Call(f"worker {worker}", "ask", fields, ()))
 
 
 def test_it_answers_nothing_else():
     play = Play(0).play()
-    with pytest.raises(Refused, match='has no method "tell"; it has ask'):
+    with raising(Refused, "tell"):
         play.services[COORDINATOR].handle(type("Call", (), {"method": "tell"}))

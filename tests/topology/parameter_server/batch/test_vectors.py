@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.nodes import World
+from support.wording import raising
 
 from dure.core.node import Address
 from dure.core.ranges import pieces
@@ -78,7 +79,7 @@ def test_commands(bench):
     bench.order(("scale", "y", -0.25), ("multiply", "v", "y", "w"), ("free", "z"))
     assert bench["y"].equal(-0.25 * Y)
     assert bench["v"].equal(-0.25 * Y * W)
-    with pytest.raises(Refused, match='no vector is called "z" here; there are v, w, x, y'):
+    with raising(Refused, "z"):
         bench.order(("dot", "z", "z"))
 
 
@@ -113,7 +114,7 @@ def test_what_was_staged_is_added_or_dropped_once(bench):
     bench.order(("accumulate", "z", 0, 0, first), ("accumulate", "z", 0, 0, second), ("drop", 0, 0, third))
     assert bench["z"].equal(X + Y)
     assert all(not shard.vectors._staged for shard in bench.shards)
-    with pytest.raises(Refused, match="worker 0 has staged nothing under 3 in life 0"):
+    with raising(Refused, "worker 0"):
         bench.order(("accumulate", "z", 0, 0, third))
 
 
@@ -126,7 +127,7 @@ def test_lives_of_a_worker_are_told_apart(bench):
     assert bench["z"].equal(X + Y)
     bench.order(("fence", 0, 0))  # said late: of a life before
     bench.client.sender.incarnation = 0
-    with pytest.raises(Evicted, match="incarnation 0 of worker 0 is over"):
+    with raising(Evicted, "incarnation 0"):
         bench.stage(X)
 
 
@@ -149,7 +150,7 @@ def test_what_was_used_or_forgotten_leaves_its_memory_to_others(bench):
 def test_not_a_number_is_refused(bench):
     spoiled = X.clone()
     spoiled[5] = torch.nan
-    with pytest.raises(Refused, match="NaN"):
+    with raising(Refused, "NaN"):
         bench.stage(spoiled)
 
 
@@ -168,7 +169,7 @@ def test_who_fetches_gets_what_was_there_when_asked():
 
 
 def test_an_unknown_command_is_refused(bench):
-    with pytest.raises(Refused, match='no command "invert"'):
+    with raising(Refused, "invert"):
         bench.order(("invert", "x"))
 
 
