@@ -20,10 +20,10 @@ PROCESSES ?= $(shell test "$$(env -u OMP_NUM_THREADS nproc 2>/dev/null || echo 1
 setup: $(STAMP)
 
 # torch first: it is the one large download, and everything else must agree with it
-$(STAMP): pyproject.toml studies/pyproject.toml constraints.txt
+$(STAMP): pyproject.toml jobs/pyproject.toml studies/pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]' -e ./studies
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ./jobs -e ./studies -e '.[all,dev]'
 	touch $(STAMP)
 
 lint: setup
@@ -33,7 +33,7 @@ lint: setup
 	$(BIN)/lint-imports --no-logo
 
 # what measures seconds of its own runs alone, after the rest; the other files need not be collected again
-ALONE = $(shell grep -rl 'mark\.alone' tests studies/tests)
+ALONE = $(shell grep -rl 'mark\.alone' tests jobs/tests studies/tests)
 test: lint
 	$(BIN)/pytest -n $(PROCESSES) --dist loadgroup -m "not alone and not soak and not long"
 	$(BIN)/pytest -m "alone and not soak and not long" $(ALONE)
@@ -85,4 +85,4 @@ bench-model: setup
 	$(BIN)/python bench/all_ratios.py --model $(if $(SMOKE),--smoke)
 
 clean:
-	rm -rf .venv build dist runs report.html .mypy_cache .ruff_cache .pytest_cache src/*.egg-info studies/src/*.egg-info
+	rm -rf .venv build dist runs report.html .mypy_cache .ruff_cache .pytest_cache src/*.egg-info jobs/src/*.egg-info studies/src/*.egg-info

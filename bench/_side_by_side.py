@@ -30,7 +30,6 @@ from dure.job.data.location import data_root, find
 from dure.job.gradients import GradientEngine
 from dure.job.job import Job, load_job
 from dure.job.models.mlp import mlp_maker, top1
-from dure.job.models.mnist import convnet
 from dure.job.optimizer import OptimizerSpec
 from dure.run.process import WorkerProcess
 from dure.run.setup import Setup
@@ -38,6 +37,7 @@ from dure.run.workers import build_worker
 from dure.runtime.process.group import ProcessGroup
 from dure.runtime.process.node import ProcessNode
 from dure.runtime.wire import Credentials, Identity
+from dure_jobs.mnist import convnet
 
 WARM_UP = 2
 

@@ -24,10 +24,10 @@ from _script import ROOT, parse, told
 
 import dure
 from dure.job.job import Job, load_job
-from dure.job.models.transformers import base_shapes
-from dure.job.models.vgg16 import vgg16_shapes
 from dure.runtime.virtual.cluster import Cluster, InsideLink, Link, Machines
 from dure.runtime.virtual.compute import Constant
+from dure_jobs.transformers import base_shapes
+from dure_jobs.vgg16 import vgg16_shapes
 
 RACK = ROOT / "examples/clusters/ten_gigabit_rack.yaml"
 

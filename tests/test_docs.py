@@ -5,12 +5,14 @@ import dataclasses
 import importlib
 import importlib.util
 import inspect
+import itertools
 import json
 import os
 import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -19,7 +21,8 @@ import pytest
 import dure
 from dure.core.catalogue import load, paper
 from dure.core.spec_text import value_text
-from dure.job.job import BUILT_IN, Job
+from dure.job.job import Job
+from dure.job.names import BUILT_IN
 from dure.job.optimizer import OptimizerSpec
 from dure.run.strategy import REMEDY
 from dure.run.strategy import catalogue as one_catalogue
@@ -99,7 +102,7 @@ def test_python_blocks_run(page, index, said):
 )
 def test_examples_print_their_golden_output(example, tmp_path):
     if "from transformers import" in example.read_text(encoding="utf-8") and not find_spec("transformers"):
-        pytest.skip("the example needs transformers and accelerate: pip install '.[dev]'")
+        pytest.skip("the example needs transformers and accelerate: make setup")
     done = run_python(str(example), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     golden = example.with_suffix(".out")
@@ -189,9 +192,11 @@ def test_the_guide_lists_every_job_and_its_parameters():
         cells[1].strip(" `"): cells[4] for line in table.splitlines() if (cells := line.split("|"))[1:] and "`" in line
     }
     learning = {name for name, place in BUILT_IN.items() if place.startswith("dure.rl")}
-    assert list(rows) == [name for name in BUILT_IN if name not in learning]
+    offered = tomllib.loads((ROOT / "jobs" / "pyproject.toml").read_text())["project"]["entry-points"]["dure.jobs"]
+    places = {**BUILT_IN, **offered}
+    assert list(rows) == [name for name in places if name not in learning]
     for name, parameters in rows.items():
-        module, _, function = BUILT_IN[name].partition(":")
+        module, _, function = places[name].partition(":")
         own = dict(inspect.signature(getattr(importlib.import_module(module), function)).parameters)
         own.pop("data_root", None)
         told = [f"{key}={value_text(each.default)}" if each.default != "" else key for key, each in own.items()]
@@ -211,11 +216,13 @@ def test_the_page_on_reinforcement_learning_tells_every_setting():
 
 def test_dependencies_have_their_reasons():
     page = (ROOT / "docs" / "dependencies.md").read_text(encoding="utf-8").lower()
-    listed = re.search(
-        r"^dependencies = \[(.*?)^\]", (ROOT / "pyproject.toml").read_text(), flags=re.MULTILINE | re.DOTALL
-    )
-    for requirement in re.findall(r'"([A-Za-z0-9-]+)', listed.group(1)):
-        assert f"`{requirement.lower()}`" in page, requirement
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    for requirement in itertools.chain(project["dependencies"], *extras.values()):
+        name = re.match(r"[A-Za-z0-9-]+", requirement).group().lower()
+        assert f"`{name}`" in page or name == "dure", requirement
+    for extra in extras:
+        assert f"`{extra}`" in page, extra
 
 
 def test_the_picture_of_the_packages_is_that_of_the_contract():

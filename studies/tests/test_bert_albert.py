@@ -5,7 +5,7 @@ import json
 import pytest
 
 from dure.cli.main import main
-from dure.job.models import transformers
+from dure_jobs import transformers
 from dure_studies import bert_albert, bert_albert_methods
 
 

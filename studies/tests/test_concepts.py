@@ -13,9 +13,9 @@ from oracles.forms.messages import Wire
 from torch import nn
 
 from dure.job.job import load_job
-from dure.job.models.text import BagOfWords
 from dure.job.replica import Replica
 from dure.runtime.virtual.cluster import Cluster, Link
+from dure_jobs.text import BagOfWords
 from dure_studies import collectives, hogwild, hybrid, k_methods, neurons, ssp, stale_gradients, strom, structures
 
 

@@ -157,7 +157,7 @@ def test_wrong_flags_are_said(flags, word, capsys):
 
 
 def test_without_data_the_files_are_named(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("dure.job.data.mnist.load_mnist.__defaults__", (("http://127.0.0.1:9",),))
+    monkeypatch.setattr("dure_jobs.data.mnist.load_mnist.__defaults__", (("http://127.0.0.1:9",),))
     assert main(["reproduce", "it-signsgd", "--data", str(tmp_path)]) == 1
     said = capsys.readouterr().err
     for part in ("train-images-idx3-ubyte.gz", str(tmp_path / "mnist"), "DURE_DATA"):

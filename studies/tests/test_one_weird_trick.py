@@ -5,7 +5,7 @@ import json
 import pytest
 
 from dure.cli.main import main
-from dure.job.models.vgg16 import convnet
+from dure_jobs.vgg16 import convnet
 from dure_studies import one_weird_trick
 
 

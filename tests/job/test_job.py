@@ -1,36 +1,22 @@
 """Jobs: built-in ones learn, files are found, mistakes are explained."""
 
-import os
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from support.archives import unpack
-from support.reviews import invented, reviews
+from support.built_jobs import is_whole_and_learns, trained
 from torch import nn
 
 import dure
 from dure.errors import UsageError
 from dure.job.data.dataset import Data
 from dure.job.data.split import Dirichlet, Replicated
-from dure.job.job import BUILT_IN, Job, load_job, may_have_companions
+from dure.job.job import Job, load_job
+from dure.job.names import BUILT_IN, may_have_companions
 from dure.job.optimizer import OptimizerSpec
 
-NEEDS_DATA = {"mnist-mlp", "mnist-cnn", "cifar10-cnn", "vgg16", "embedding-text", "imdb-bert", "imdb-albert"}
-OPTIMIZERS = {"embedding-text": "adagrad", "char-gpt": "adamw", "vgg16": "momentum"} | dict.fromkeys(
-    ("imdb-bert", "imdb-albert"), "adamw"
-)
-RULES = {
-    "sgd": torch.optim.SGD,
-    "momentum": partial(torch.optim.SGD, momentum=0.9),
-    "adagrad": torch.optim.Adagrad,
-    "adamw": torch.optim.AdamW,
-}
-STEPS = {"vgg16": 100, "imdb-bert": 150, "imdb-albert": 200}
-has_data = pytest.mark.skipif("DURE_DATA" not in os.environ, reason="DURE_DATA names no folder with data sets")
+OPTIMIZERS = {"char-gpt": "adamw"}
 OF_DATA = [name for name in BUILT_IN if not may_have_companions(name)]  # tests/rl has the others
-JOBS = [pytest.param(name, marks=has_data) if name in NEEDS_DATA else name for name in OF_DATA]
 
 JOB_FILE = """
 import torch
@@ -68,39 +54,9 @@ def job_file(tmp_path: Path) -> Path:
     return tmp_path / "mine.py"
 
 
-def trained(job: Job, steps: int, seed: int = 0) -> nn.Module:
-    """The job's model after `steps` of its optimizer."""
-    module = job.build(seed)
-    (sampler,) = job.samplers([job.batch_size], seed=seed)
-    optimizer = RULES[job.optimizer.name](module.parameters(), lr=job.optimizer.lr)
-    for _ in range(steps):
-        inputs, targets = job.train.batch(sampler.next())
-        optimizer.zero_grad()
-        job.loss(module(inputs), targets).backward()
-        for parameter in module.parameters():
-            parameter.grad = parameter.grad.to_dense()
-        optimizer.step()
-    return module.eval()
-
-
-def loss_of(job: Job, module: nn.Module) -> float:
-    with torch.no_grad():
-        inputs, targets = job.train.batch(torch.arange(500))
-        return float(job.loss(module(inputs), targets))
-
-
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("name", OF_DATA)
 def test_built_in_jobs_are_whole_and_learn(name: str) -> None:
-    job = load_job(name)
-    assert job.name == name
-    assert job.source
-    assert job.optimizer.name == OPTIMIZERS.get(name, "sgd")
-    batch = min(job.batch_size, 32)
-    before, after = (
-        loss_of(job, job.build().eval()),
-        loss_of(job, trained(load_job(name, batch_size=batch), STEPS.get(name, 40))),
-    )
-    assert after < 0.9 * before
+    is_whole_and_learns(name, OPTIMIZERS.get(name, "sgd"))
 
 
 def test_digits_reach_95_percent_alone() -> None:
@@ -130,21 +86,6 @@ def test_quadratic_shrinks_each_coordinate_by_its_curvature() -> None:
     (place,) = trained(job, 7).parameters()
     left = (1 - place / job.optimum).detach()
     assert left.tolist() == pytest.approx([(1 - 0.5 * a) ** 7 for a in (0.01, 0.1, 1.0)], rel=1e-9)
-
-
-def test_batch_norm_job_has_buffers_and_convnet_has_none() -> None:
-    from dure.job.models.cifar10 import convnet as with_norm
-    from dure.job.models.mnist import convnet as without
-
-    assert {name.rsplit(".")[-1] for name, _ in with_norm().named_buffers()} == {
-        "running_mean",
-        "running_var",
-        "num_batches_tracked",
-    }
-    assert list(without().buffers()) == []
-    assert sum(each.numel() for each in without().parameters()) == 105_866
-    assert without()(torch.zeros(2, 1, 28, 28)).shape == (2, 10)
-    assert with_norm()(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
 
 
 def test_flops_are_those_of_the_matrix_products_and_counting_leaves_randomness_alone() -> None:
@@ -246,7 +187,7 @@ def test_a_job_from_a_file_is_given_the_data_root(job_file: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("name", "overrides", "said"),
     [
-        ("mnist-mpl", {}, "no job is called 'mnist-mpl'.*Did you mean \"mnist-mlp\""),
+        ("digits-mpl", {}, "no job is called 'digits-mpl'.*Did you mean \"digits-mlp\""),
         ("xyzzy", {}, "there are digits-mlp, .*FILE.py:FUNCTION"),
         ("absent.py:job", {}, "there is no file absent.py"),
         ("absent.py", {}, "Write absent.py:FUNCTION"),
@@ -263,7 +204,7 @@ def test_a_job_from_a_file_is_given_the_data_root(job_file: Path, tmp_path: Path
         ),
         ("digits-mlp:depth=x", {}, "digits-mlp: depth must be an integer, got 'x'"),
         ("digits-mlp:depth", {}, r'"digits-mlp:depth" has "depth" for a parameter: write NAME:KEY=VALUE'),
-        ("mnist-mlp:data_root=x", {}, "no parameter 'data_root'"),
+        ("char-gpt:data_root=x", {}, "no parameter 'data_root'"),
         ("quadratic", {"conditioning": 0.5}, "conditioning must be at least 1"),
     ],
 )
@@ -303,37 +244,3 @@ def test_a_job_refuses_what_would_fail_later() -> None:
     with pytest.raises(UsageError, match=r"dure\.Data\(inputs, targets\)"):
         Job(nn.Flatten, loss, (data.inputs, data.targets))  # type: ignore[arg-type]
     assert Job(nn.Flatten, loss, data).optimizer == OptimizerSpec()
-
-
-def test_the_text_job_has_sparse_gradients_and_reads_words_alone(tmp_path: Path) -> None:
-    unpack(tmp_path, reviews())
-    job = load_job("embedding-text", data_root=tmp_path, vocabulary=30, dim=3, hidden=2, tokens=8)
-    module = job.build()
-    assert [tuple(each.shape) for each in module.parameters()] == [(30, 3), (2, 3), (2,), (2, 2), (2,)]
-    inputs, targets = job.train.batch(torch.tensor([0, 5]))
-    job.loss(module(inputs), targets).backward()
-    table, *dense = [each.grad for each in module.parameters()]
-    assert table.is_sparse
-    assert set(table.coalesce().indices()[0].tolist()) == set(inputs[inputs > 0].tolist())
-    assert not any(each.is_sparse for each in dense)
-    with torch.no_grad():
-        module.bag.weight[0] = 1e6
-    assert torch.equal(module(inputs)[1], module(inputs[1:, :3])[0])
-
-
-@pytest.mark.parametrize("setting", ["dim", "hidden"])
-def test_the_text_job_refuses_what_has_no_width(setting: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="must be >= 1"):
-        load_job("embedding-text", data_root=tmp_path, **{setting: 0})
-
-
-@pytest.mark.parametrize(
-    ("on", "strategy"),
-    [("virtual", "bsp collective"), ("virtual", "bsp ps"), ("virtual", "downpour"), ("local", "bsp collective")],
-)
-def test_the_text_job_runs_as_any_other(on: str, strategy: str, tmp_path: Path) -> None:
-    """Its sparse gradients are made dense where a method knows nothing of them."""
-    unpack(tmp_path, invented(40))
-    run = dure.train("embedding-text", strategy=strategy, on=on, workers=2, data=tmp_path, steps=30, eval_every=30)
-    assert run.history[-1]["loss"] < 0.6
-    assert run.history[-1]["accuracy"] > 0.8

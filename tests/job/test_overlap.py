@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from dure.job.models.mnist import convnet
 from dure.job.overlap import MOST_NBYTES, Overlap, cut
 from dure.job.replica import Replica
+from dure_jobs.mnist import convnet
 
 
 def launched(overlap: Overlap, backward: object) -> list[tuple[torch.Tensor, int]]:

@@ -10,10 +10,10 @@ import dure
 from dure.errors import UsageError
 from dure.job.data.structure import called
 from dure.job.models.mlp import mlp
-from dure.job.models.vgg16 import vgg16_shapes
 from dure.job.replica import Replica
 from dure.partition.borders import Border, BorderTensor
 from dure.partition.layout import StageLayout
+from dure_jobs.vgg16 import vgg16_shapes
 
 
 class Split(nn.Linear):

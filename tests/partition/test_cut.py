@@ -10,8 +10,8 @@ from torch import nn
 
 from dure.errors import StrategyError
 from dure.job.models.mlp import mlp
-from dure.job.models.vgg16 import convnet
 from dure.partition.cut import balanced, cut_of
+from dure_jobs.vgg16 import convnet
 
 
 def every_cut(sizes, trains, num_stages):

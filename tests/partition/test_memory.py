@@ -11,9 +11,9 @@ from torch.nn.functional import cross_entropy
 
 import dure
 from dure.errors import UsageError
-from dure.job.models.vgg16 import vgg16_shapes
 from dure.partition.memory import MemoryUse, of_model, of_part
 from dure.runtime.virtual.cluster import Cluster, Machines
+from dure_jobs.vgg16 import vgg16_shapes
 
 WIDTH, BATCH = 20, 12
 P = 4 * (WIDTH * WIDTH + WIDTH)  # bytes of a layer

@@ -11,13 +11,13 @@ from torch.nn.functional import cross_entropy, mse_loss
 import dure
 from dure.errors import StrategyError, UsageError
 from dure.job.models.mlp import mlp
-from dure.job.models.vgg16 import vgg16_shapes
 from dure.partition.blocks import blocks_of
 from dure.partition.cut import Speeds, cut_of
 from dure.partition.plan import Level, plan
 from dure.partition.profile import BlockProfile, Profile, counted, timed
 from dure.runtime.virtual.cluster import Cluster, InsideLink, Link, Machines
 from dure.runtime.virtual.compute import Constant
+from dure_jobs.vgg16 import vgg16_shapes
 
 
 def job_of(model, width=8, targets=None):

@@ -51,4 +51,4 @@ def test_without_tensorboard_the_error_says_what_to_install(tmp_path):
     block = "import sys; sys.modules['tensorboard'] = None\nfrom dure.report import TensorBoard\n"
     done = run(f"{block}TensorBoard(sys.argv[1])", tmp_path / "events")
     assert "UsageError" in done.stderr
-    assert "pip install 'dure[tensorboard]'" in done.stderr
+    assert 'pip install "dure[tensorboard]"' in done.stderr

@@ -27,6 +27,7 @@ from dure import __version__
 from dure.cli.emission import Emission, check_emission, of_train
 from dure.cli.reproduce import with_flags
 from dure.cli.rl import RlOptions, values_of
+from dure.core.extras import extra_is_there, import_extra
 from dure.core.folder_names import CHECKPOINTS, LATEST
 from dure.core.text import printable, sentence
 from dure.core.user_code import explain_user_errors
@@ -209,9 +210,9 @@ class Compare(CompareConfig):
         said, status = _lacking(comparison.runs)
         if all("diverged" in run.figures for run in comparison.runs):
             status = 1
-        written = _written(comparison.report, config.report)
-        lines = _lines(written, _unwritten(comparison.runs), said)
-        return CommandResult(comparison.summary(), [table], lines, FAILED if comparison.report is None else status)
+        lines = _lines(_written(comparison.report, config.report), _unwritten(comparison.runs), said)
+        failed = comparison.report is None and (config.report is not None or extra_is_there("report"))
+        return CommandResult(comparison.summary(), [table], lines, FAILED if failed else status)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,6 +239,7 @@ class Report:
         from dure.report.table import FittedComparison
 
         _check_outputs(self.out)
+        import_extra("report", "dure report")
         runs = [read_run(path) for folder in self.folders for path in _runs_in(folder)]
         target, path = goal(self.target, self.target_loss), self.out or free(DEFAULT)
         said = _failure(path, lambda: write_report(path, runs, title=f"{len(runs)} runs", target=target))
@@ -377,6 +379,8 @@ class Rl(RlOptions):
         options = RlOptions(**{each.name: getattr(self, each.name) for each in fields(RlOptions)})
         config = options.config()
         _check_outputs(self.report)
+        if self.report is not None:
+            import_extra("report", "--report")
         with _fork_server(config.on or DEFAULT) as fork_server:
             from dure.run.prebuilt import Prebuilt
             from dure.run.train import run

@@ -1,28 +1,12 @@
 """Jobs: a model, a loss and data, with the settings of training on one worker.
 
-    | built-in job     | data               | model, with parameters of the job and their defaults              |
-    |------------------|--------------------|-------------------------------------------------------------------|
-    | `digits-mlp`     | 8x8 digits, bundled | `depth=1` hidden layers of `hidden=64` units                     |
-    | `digits-local`   | 8x8 digits         | `depth=2` locally connected layers of `channels=4`, `kernel=3`    |
-    | `mnist-mlp`      | MNIST              | `depth=1` hidden layers of `hidden=32` units                      |
-    | `mnist-cnn`      | MNIST              | two convolutions, no batch norm                                   |
-    | `cifar10-cnn`    | CIFAR-10           | three convolutions with batch norm                                |
-    | `vgg16`          | CIFAR-10           | VGG-16 with `width=0.25` of its channels; `size=32`, `classes=10` |
-    | `embedding-text` | IMDB reviews       | mean of words' embeddings, two dense layers; sparse gradients     |
-    | `imdb-bert`      | IMDB reviews       | Hugging Face's BERT of `layers=2`, `hidden=64`, `heads=4`         |
-    | `imdb-albert`    | IMDB reviews       | Hugging Face's ALBERT, likewise                                   |
-    | `char-gpt`       | Python's manual, or a file `text` | decoder; `width=64`, `layers=4`, `heads=4`, `context=64` |
-    | `quadratic`      | drawn              | a point; `dim`, `conditioning`, `noise`; its optimum is known     |
-    | `apex`, `gorila`, `dqn` | an environment, `env=CartPole-v1` | a Q-network, or a policy and a critic; `actors=4` |
-
-Any other job is named `FILE.py:FUNCTION`: a function that returns a `Job`. Parameters follow the name, as in
-`mnist-mlp:depth=7,hidden=64`.
+A job is named by a word (`names.py`) or by `FILE.py:FUNCTION`, a function that returns a `Job`. Parameters follow the
+name, as in `mnist-mlp:depth=7,hidden=64`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -48,28 +32,10 @@ from dure.job.data.split import BatchSampler, Split, parse_split
 from dure.job.data.stream import Stream
 from dure.job.data.structure import called
 from dure.job.groups import Groups
+from dure.job.names import imported, place_of, unknown
 from dure.job.optimizer import OptimizerSpec
 from dure.job.schedule import Schedule, schedule_of
 from dure.job.trial import ROWS, check_graph
-
-BUILT_IN: Mapping[str, str] = {
-    "digits-mlp": "dure.job.models.digits:digits_mlp",
-    "digits-local": "dure.job.models.local:digits_local",
-    "mnist-mlp": "dure.job.models.mnist:mnist_mlp",
-    "mnist-cnn": "dure.job.models.mnist:mnist_cnn",
-    "cifar10-cnn": "dure.job.models.cifar10:cifar10_cnn",
-    "vgg16": "dure.job.models.vgg16:vgg16",
-    "embedding-text": "dure.job.models.text:embedding_text",
-    "imdb-bert": "dure.job.models.transformers:imdb_bert",
-    "imdb-albert": "dure.job.models.transformers:imdb_albert",
-    "char-gpt": "dure.job.models.char_gpt:char_gpt",
-    "quadratic": "dure.job.models.quadratic:quadratic",
-    "softmax-regression": "dure.job.models.softmax:softmax_regression",
-    "apex": "dure.rl.jobs:apex",
-    "gorila": "dure.rl.jobs:gorila",
-    "dqn": "dure.rl.jobs:dqn",
-}
-
 
 COUNTED = "_counted"
 """The attribute of a job with its count of operations, and the model, the loss and the data that were counted."""
@@ -221,7 +187,7 @@ def _as_data_set(data: Any, what: str) -> DataSet:
 
 
 def load_job(name_or_path: str, data_root: Path | str | None = None, **overrides: Any) -> Job:
-    """Load the job called `name_or_path`: a built-in name, or `FILE.py:FUNCTION`.
+    """Load the job called `name_or_path`: a name of `names.py`, or `FILE.py:FUNCTION`.
 
     The text may give parameters of the job's function: `mnist-mlp:depth=7,hidden=64`, `FILE.py:FUNCTION:rows=8`.
     `data_root` is the folder of data sets (`data/location.py` defines the default). Each of `overrides` replaces a
@@ -235,7 +201,7 @@ def load_job(name_or_path: str, data_root: Path | str | None = None, **overrides
     target, _, function_name = location.rpartition(":")
     given = {key: value for key, value in overrides.items() if value is not None}
     with nullcontext() if folder is None else user_code.imports_beside(Path(target)):
-        module = importlib.import_module(target) if folder is None else user_code.run(target)
+        module = imported(target, name) if folder is None else user_code.run(target)
         function = _function(module, function_name, name)
         parameters = set(inspect.signature(function).parameters)
         own = _values(function, texts, name)
@@ -253,16 +219,10 @@ def load_job(name_or_path: str, data_root: Path | str | None = None, **overrides
     return job
 
 
-def may_have_companions(name_or_path: str) -> bool:
-    """Whether the job of that name may have companions: it is a user's, or one of reinforcement learning."""
-    name = parse_member(name_or_path).name
-    return BUILT_IN.get(name, "dure.rl").startswith("dure.rl")
-
-
 def _locate(text: str) -> tuple[str, Path | None]:
     """Resolve `text` to "module:function" and None, or to "file:function" and the folder of the file."""
-    if text in BUILT_IN:
-        return BUILT_IN[text], None
+    if (place := place_of(text)) is not None:
+        return place, None
     path, _, function = text.rpartition(":")
     if path.endswith(".py"):
         if not is_regular(Path(path)):
@@ -270,9 +230,7 @@ def _locate(text: str) -> tuple[str, Path | None]:
         return f"{path}:{function}", Path(path).resolve().parent
     if text.endswith(".py"):
         raise UsageError(f"{text} does not say which function makes the job. Write {text}:FUNCTION.")
-    raise UsageError(
-        f"no job is called {text!r}: there are {names(BUILT_IN)}, and FILE.py:FUNCTION.{nearest(text, BUILT_IN)}"
-    )
+    raise UsageError(unknown(text))
 
 
 def _function(module: ModuleType, name: str, text: str) -> Callable[..., Any]:

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from dure.core.extras import import_extra
 from dure.core.regular_file import check_output
 from dure.core.target import Target
 from dure.run.config import Count, Seconds, Workers, adapters, checked, goal
@@ -47,6 +48,7 @@ class PlanOptions:
             goal(self.target, self.target_loss)
         if self.report is not None:
             check_output(self.report)
+            import_extra("report", "--report")
 
     @property
     def goal(self) -> Target | None:

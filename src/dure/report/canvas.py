@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from dure.core.extras import import_extra
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -64,7 +66,7 @@ def drawing(
 
     The SVG is for a page, or with `alone` a file of its own on a white ground.
     """
-    import matplotlib as mpl
+    mpl, _ = import_extra("report", "a figure")
     from matplotlib.figure import Figure
 
     salt = hashlib.sha256(name.encode()).hexdigest()[:8]

@@ -14,6 +14,7 @@ from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dure.core.extras import import_extra
 from dure.core.target import Target
 from dure.core.text import printable
 from dure.errors import UsageError
@@ -77,6 +78,7 @@ def write_report(
 
     Runs are compared with the first one. `target` is the accuracy or loss whose time is compared.
     """
+    import_extra("report", "a report")
     if not runs:
         raise UsageError("a report needs at least one run, got none. Name the folders of finished runs.")
     page = render(runs, title=title, target=target)

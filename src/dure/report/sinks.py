@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from dure.errors import UsageError
+from dure.core.extras import import_extra
 from dure.report.files import AppendedFile, to_json
 
 
@@ -62,15 +62,11 @@ class TensorBoard:
     """
 
     def __init__(self, folder: str | Path) -> None:
-        try:
-            from tensorboard.compat.proto.event_pb2 import Event
-            from tensorboard.compat.proto.summary_pb2 import Summary
-            from tensorboard.summary.writer.record_writer import RecordWriter
-        except ImportError as error:
-            raise UsageError(
-                f"TensorBoard events were asked for in {folder}, but the package 'tensorboard' cannot be imported "
-                f"({error}). Install it: pip install 'dure[tensorboard]'"
-            ) from error
+        import_extra("tensorboard", f"TensorBoard, asked for in {folder},")
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
         self._event, self._summary, self._records = Event, Summary, RecordWriter
         Path(folder).mkdir(parents=True, exist_ok=True)
         number = sum(1 for _ in Path(folder).iterdir())  # a run that is resumed has events already

@@ -24,12 +24,12 @@ from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from dure.core import user_code
+from dure.core.extras import import_extra
 from dure.errors import UsageError
 from dure.rl.spaces import arrays
 
@@ -160,27 +160,19 @@ def environment(text: str) -> Factory:
         return _of_file(*of_file)
     if text.endswith(".py"):
         raise UsageError(f"{text} does not say which function makes the environment. Write {text}:FUNCTION.")
-    gymnasium = _library("gymnasium", "rl", text)
+    (gymnasium,) = import_extra("rl", text, "gymnasium")
     module, _, name = text.rpartition(":")
     if module:
         with user_code.explain_user_errors(f"{text}: the module {module} cannot be imported:"):
             importlib.import_module(module)
     if name.startswith("ALE/") or (name not in gymnasium.registry and importlib.util.find_spec("ale_py")):
-        _library("ale_py", "atari", text)  # it registers its games
+        import_extra("atari", text, "ale_py")  # it registers its games
     if name not in gymnasium.registry:
         raise UsageError(_unknown(name, gymnasium.registry))
     if str(gymnasium.spec(name).entry_point).startswith("ale_py."):
-        _library("cv2", "atari", text)
+        import_extra("atari", text, "cv2")
         return partial(_atari_game, name)
     return partial(gymnasium.make, name)
-
-
-def _library(package: str, extra: str, text: str) -> ModuleType:
-    """Import a package of an extra of dure. Raises `UsageError` where it is not installed."""
-    try:
-        return importlib.import_module(package)
-    except ImportError as error:
-        raise UsageError(f'{text} needs {package} ({error}). Install it: pip install "dure[{extra}]".') from error
 
 
 def _unknown(name: str, known: Iterable[str]) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dure.core.extras import extra_is_there, import_extra
 from dure.errors import DivergedError, UsageError
 from dure.report.unwritten import Unwritten
 from dure.run.config import FEW, CompareConfig, goal
@@ -70,10 +71,14 @@ def run_all(config: CompareConfig, prebuilt: Prebuilt) -> Comparison:
     from dure.report.html import DEFAULT, free, write_report
     from dure.run.train import run
 
+    if config.report is not None:
+        import_extra("report", "--report")
     configs = list(config.runs())
     strategies = [each.chosen() for each in configs]
     if not config.strategies:
         log.warning("no strategy is named: comparing %s. `dure methods` lists all methods.", ", ".join(FEW))
+    if config.report is None and not extra_is_there("report"):
+        log.warning('no report is written: it needs pip install "dure[report]"')
     runs: list[Run] = []
     for each, strategy in zip(configs, strategies, strict=True):
         told = any(before.config["on"] == each.on for before in runs)
@@ -82,7 +87,9 @@ def run_all(config: CompareConfig, prebuilt: Prebuilt) -> Comparison:
         except DivergedError as error:
             log.warning("%s is compared as diverged: %s", strategy, error)
             runs.append(_diverged(each, strategy, error))
-    path = free(DEFAULT) if config.report is None else config.report
+    path = config.report or (free(DEFAULT) if extra_is_there("report") else None)
+    if path is None:
+        return Comparison(runs, None)
     target = goal(config.target, config.target_loss)
     unwritten = Unwritten()
     with unwritten.tolerated(str(path)):

@@ -15,7 +15,8 @@ from typing import Any
 from dure.errors import UsageError
 from dure.job.companions import Companions
 from dure.job.groups import scaled
-from dure.job.job import Job, dtype_named, load_job, may_have_companions
+from dure.job.job import Job, dtype_named, load_job
+from dure.job.names import may_have_companions
 from dure.partition.block_times import BlockTimes
 from dure.partition.cut import ANY, Speeds, is_by_profile
 from dure.partition.mesh import parts_of, pipeline_of, shared_of

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dure.core.extras import import_extra
 from dure.core.folder_names import CHECKPOINTS
 from dure.core.user_code import explain_user_errors
 from dure.errors import CheckpointError, DivergedError, UsageError
@@ -78,6 +79,8 @@ def run(config: TrainConfig, prebuilt: Prebuilt = Prebuilt()) -> Run:
 
 
 def _carry_out(config: TrainConfig, prebuilt: Prebuilt) -> Run:
+    if config.tensorboard:
+        import_extra("tensorboard", "--tensorboard")
     if not is_real(config.on):
         return _run_here(config, prebuilt, None)
     if prebuilt.job is not None:

@@ -162,7 +162,7 @@ def _small(model: str) -> Job:
 
     from dure.job.data.dataset import Data
     from dure.job.job import Job
-    from dure.job.models import transformers
+    from dure_jobs import transformers
 
     sizes = {"layers": 4, "hidden": 128, "heads": 4, "intermediate": 512, "words": 2000, "places": 64}
     given = sizes | {"dropout": 0.0, "embedding": 32}
@@ -181,8 +181,8 @@ def methods() -> list[Row]:
 
 def shapes(model: str, batch: int, tokens: int, reviews: int = 0) -> Job:
     """The job of a model of the paper, with shapes only; of few `reviews` if 0, for runs of one step."""
-    from dure.job.models.transformers import base_shapes
     from dure.job.optimizer import OptimizerSpec
+    from dure_jobs.transformers import base_shapes
 
     job = base_shapes(model, reviews=reviews or max(2 * batch, 64), tokens=tokens, batch_size=batch)
     return replace(job, optimizer=OptimizerSpec("adamw"))  # with the memory of its two vectors

@@ -68,8 +68,8 @@ VOTES = ("IT-signSGD (paper)", "IT-signSGD")
 
 
 def _mnist(data: Path | None) -> Job:
-    from dure.job.data.mnist import DEVIATION, MEAN
     from dure.job.job import load_job
+    from dure_jobs.data.mnist import DEVIATION, MEAN
 
     job = load_job("mnist-mlp", data, hidden=32)
     return dataclasses.replace(job, train=_pixels(job.train, MEAN, DEVIATION), test=_pixels(job.test, MEAN, DEVIATION))

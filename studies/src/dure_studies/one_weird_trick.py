@@ -139,7 +139,7 @@ def bytes_of(network: nn.Sequential, *, workers: int, samples: int, itemsize: in
 def _vgg16() -> nn.Sequential:
     import torch
 
-    from dure.job.models.vgg16 import convnet
+    from dure_jobs.vgg16 import convnet
 
     with torch.device("meta"):
         return convnet()

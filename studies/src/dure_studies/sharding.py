@@ -116,7 +116,7 @@ def _real(syncs: Sequence[str]) -> dict[str, Any]:
 
 
 def _virtual(syncs: Sequence[str], hosts: Sequence[str]) -> dict[str, Any]:
-    from dure.job.models.vgg16 import vgg16_shapes
+    from dure_jobs.vgg16 import vgg16_shapes
     from dure_studies.sharding_virtual import Course, equal_layers, rows_by_servers
 
     job = vgg16_shapes()

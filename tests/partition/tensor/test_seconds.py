@@ -18,9 +18,9 @@ import pytest
 from support.purposes import soaked
 
 from dure.job.job import Job
-from dure.job.models import transformers
 from dure.run.train import train
 from dure.runtime.virtual.cluster import Cluster, Link
+from dure_jobs import transformers
 
 HOSTS = Path(__file__).parents[3] / "examples" / "clusters" / "two_and_four_gpus.yaml"
 WORKERS, CROSSING = 6, 8

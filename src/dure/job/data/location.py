@@ -1,16 +1,9 @@
-"""Location of data sets on this machine.
-
-Each data set has its own folder under a root:
-
-    ROOT/mnist/train-images-idx3-ubyte.gz      and three more (or plain files without .gz)
-    ROOT/cifar10/cifar-10-binary.tar.gz        or the unpacked folder cifar-10-batches-bin/
-    ROOT/imdb/aclImdb_v1.tar.gz                or the unpacked folder aclImdb/
-"""
+"""Location of data sets on this machine: each has its own folder under a root."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from dure.errors import DataError
@@ -31,9 +24,3 @@ def data_root(given: Path | str | None = None, environ: Mapping[str, str] = os.e
         return root
     cache = environ.get("XDG_CACHE_HOME")
     return (Path(cache) if cache else Path.home() / ".cache") / "dure" / "data"
-
-
-def find(folders: Iterable[Path], names: Iterable[str]) -> Path | None:
-    """Find the first of `folders` that contains one of `names`; return the path of the first such name, or None."""
-    wanted = tuple(names)
-    return next((folder / name for folder in folders for name in wanted if (folder / name).exists()), None)

@@ -1,4 +1,4 @@
-"""Locally connected layers, and `digits-local`: two of them and a dense layer on 8x8 digits.
+"""Locally connected layers.
 
 A locally connected layer reads patches as a convolution does, and each of its units has weights of its own. Le et al.,
 "Building high-level features using large scale unsupervised learning", ICML 2012, and DistBelief train such networks.
@@ -7,15 +7,12 @@ A locally connected layer reads patches as a convolution does, and each of its u
 from __future__ import annotations
 
 import math
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import unfold
 
 from dure.errors import UsageError
-from dure.job.job import Job
-from dure.job.models.digits import digits_job
 
 
 class LocallyConnected2d(nn.Module):
@@ -53,18 +50,3 @@ class LocallyConnected2d(nn.Module):
         numbers = torch.arange(math.prod(self.inputs), dtype=torch.float64).view(1, *self.inputs)
         patches = unfold(numbers, self.kernel, stride=self.stride)[0].T.long()
         return patches.repeat(self.outputs[0], 1)
-
-
-def local_network(side: int, channels: int, kernel: int, depth: int, classes: int) -> nn.Sequential:
-    """`depth` locally connected layers with tanh on images of `side` x `side` pixels, and a dense layer."""
-    shape, layers = (1, side, side), list[nn.Module]([nn.Unflatten(1, (1, side, side))])
-    for _ in range(depth):
-        layer = LocallyConnected2d(shape, channels, kernel)
-        layers += [layer, nn.Tanh()]
-        shape = layer.outputs
-    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(math.prod(shape), classes))
-
-
-def digits_local(channels: int = 4, kernel: int = 3, depth: int = 2) -> Job:
-    """A job with 8 x 8 pixels, `depth` layers of `kernel` x `kernel` patches, and 10 classes."""
-    return digits_job("digits-local", partial(local_network, 8, channels, kernel, depth, 10))

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from dure.errors import UsageError
-from dure.job.data.imdb import PADDING, load_imdb
 from dure.job.job import Job
 from dure.job.models.mlp import top1
 from dure.job.optimizer import OptimizerSpec
+from dure_jobs.data.imdb import PADDING, load_imdb
 
 
 def embedding_text(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import builtins
+import sys
 from copy import deepcopy
 
 import pytest
@@ -12,9 +12,9 @@ from support.reviews import invented
 from support.runs import virtual
 
 from dure.errors import UsageError
-from dure.job.data.wordpieces import PADDING, built_from, load_pieces
 from dure.job.job import load_job
-from dure.job.models.transformers import ReviewClassifier, base_shapes, blocks
+from dure_jobs.data.wordpieces import PADDING, built_from, load_pieces
+from dure_jobs.transformers import ReviewClassifier, base_shapes, blocks
 
 SMALL = {"layers": 3, "hidden": 12, "heads": 3, "vocabulary": 120, "tokens": 10, "dropout": 0.0}
 
@@ -132,13 +132,6 @@ def test_wrong_sizes_are_refused(data):
 
 
 def test_a_missing_library_is_named(data, monkeypatch):
-    real = builtins.__import__
-
-    def absent(name, *rest, **options):
-        if name in ("transformers", "tokenizers"):
-            raise ImportError(f"No module named {name!r}")
-        return real(name, *rest, **options)
-
-    monkeypatch.setattr(builtins, "__import__", absent)
-    with pytest.raises(UsageError, match=r"pip install 'dure\[text\]'"):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)  # an import of it fails as if it were not installed
+    with pytest.raises(UsageError, match=r'needs tokenizers .*: pip install "dure\[text\]"'):
         load_job(text("imdb-bert"), data)

@@ -31,10 +31,10 @@ import numpy.typing as npt
 import torch
 
 from dure.errors import DataError, UsageError
-from dure.job.data.archive import files
 from dure.job.data.dataset import Data, Loaded
-from dure.job.data.download import Published, fetch
-from dure.job.data.location import find
+from dure_jobs.data.archive import files
+from dure_jobs.data.download import Published, fetch
+from dure_jobs.data.location import find
 
 HOMES = ("https://ai.stanford.edu/~amaas/data/sentiment",)
 ARCHIVE = "aclImdb_v1.tar.gz"

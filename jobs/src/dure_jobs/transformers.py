@@ -25,12 +25,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from dure.core.extras import import_extra
 from dure.errors import UsageError
 from dure.job.data.dataset import Data
-from dure.job.data.wordpieces import PADDING, load_pieces
 from dure.job.job import Job
 from dure.job.models.mlp import top1
 from dure.job.optimizer import OptimizerSpec
+from dure_jobs.data.wordpieces import PADDING, load_pieces
 
 BASE = {"hidden": 768, "layers": 12, "heads": 12, "intermediate": 3072}
 """The sizes of BERT-base and ALBERT-base."""
@@ -130,14 +131,7 @@ def _job(name: str, model: Any, train: Any, test: Any, source: str) -> Job:
 
 def library() -> ModuleType:
     """Hugging Face's `transformers`. Raises `UsageError` where it is not installed."""
-    try:
-        import tokenizers  # noqa: F401
-        import transformers
-    except ImportError as error:
-        raise UsageError(
-            f"imdb-bert and imdb-albert need Hugging Face's transformers and tokenizers ({error}). Install them: "
-            "pip install 'dure[text]'."
-        ) from error
+    _, transformers = import_extra("text", "a model of Hugging Face")
     return transformers
 
 

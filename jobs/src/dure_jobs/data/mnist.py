@@ -20,8 +20,8 @@ from torch import Tensor
 
 from dure.errors import DataError
 from dure.job.data.dataset import Data, Loaded
-from dure.job.data.download import Published, fetch
-from dure.job.data.location import find
+from dure_jobs.data.download import Published, fetch
+from dure_jobs.data.location import find
 
 HOMES = ("https://ossci-datasets.s3.amazonaws.com/mnist", "https://storage.googleapis.com/cvdf-datasets/mnist")
 SUMS = {

@@ -20,7 +20,7 @@ import torch
 
 from dure.errors import UsageError
 from dure.job.data.dataset import Data, Loaded
-from dure.job.data.imdb import HOMES, Half, read_imdb, source_of
+from dure_jobs.data.imdb import HOMES, Half, read_imdb, source_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -11,7 +11,7 @@ from torch import nn
 import dure
 from dure.errors import UsageError
 from dure.job.job import load_job
-from dure.job.models.vgg16 import convnet, network
+from dure_jobs.vgg16 import convnet, network
 
 RECORD = bytes([10]) * 1024 + bytes([20]) * 1024 + bytes([30]) * 1024
 

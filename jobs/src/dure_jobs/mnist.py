@@ -7,10 +7,10 @@ from pathlib import Path
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from dure.job.data.mnist import load_mnist
 from dure.job.job import Job
 from dure.job.models.mlp import deep_mlp_maker, top1
 from dure.job.optimizer import OptimizerSpec
+from dure_jobs.data.mnist import load_mnist
 
 
 def mnist_mlp(data_root: Path, hidden: int = 32, depth: int = 1) -> Job:

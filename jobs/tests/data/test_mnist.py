@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dure.errors import DataError
-from dure.job.data.mnist import load_mnist, read_images, read_labels
+from dure_jobs.data.mnist import load_mnist, read_images, read_labels
 
 NOWHERE = ("http://127.0.0.1:9",)
 

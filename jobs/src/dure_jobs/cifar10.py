@@ -7,10 +7,10 @@ from pathlib import Path
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from dure.job.data.cifar10 import load_cifar10
 from dure.job.job import Job
 from dure.job.models.mlp import top1
 from dure.job.optimizer import OptimizerSpec
+from dure_jobs.data.cifar10 import load_cifar10
 
 
 def cifar10_cnn(data_root: Path) -> Job:

@@ -9,7 +9,7 @@ import torch
 from support.archives import pack, unpack
 
 from dure.errors import DataError
-from dure.job.data.cifar10 import load_cifar10
+from dure_jobs.data.cifar10 import load_cifar10
 
 NOWHERE = ("http://127.0.0.1:9",)
 FOLDER = "cifar-10-batches-bin"

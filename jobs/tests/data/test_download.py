@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from dure.errors import DataError
-from dure.job.data.download import Published, fetch
-from dure.job.data.location import data_root, find
+from dure_jobs.data.download import Published, fetch
+from dure_jobs.data.location import find
 
 BODY = bytes(range(256)) * 3000
 
@@ -53,23 +53,6 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match=f"cannot write into {tmp_path}/file"):
         fetch(published(home(tmp_path / "home")), tmp_path / "file")
-
-
-def test_the_root_is_the_flag_then_the_environment_then_the_cache(tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
-    environ = {"DURE_DATA": str(tmp_path / "b"), "XDG_CACHE_HOME": "/cache"}
-    assert data_root(tmp_path / "a", environ) == tmp_path / "a"
-    assert data_root(None, environ) == tmp_path / "b"
-    assert data_root(None, {"XDG_CACHE_HOME": "/cache", "DURE_DATA": ""}) == Path("/cache/dure/data")
-    assert data_root(None, {}) == Path.home() / ".cache" / "dure" / "data"
-
-
-def test_a_named_root_must_exist(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"^--data names .*absent, which is not a folder"):
-        data_root(tmp_path / "absent", {})
-    with pytest.raises(DataError, match=r"^DURE_DATA names .*absent"):
-        data_root(None, {"DURE_DATA": str(tmp_path / "absent")})
 
 
 def test_find_prefers_the_first_folder(tmp_path: Path) -> None:

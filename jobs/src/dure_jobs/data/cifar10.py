@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from dure.errors import DataError
-from dure.job.data.archive import files
 from dure.job.data.dataset import Data, Loaded
-from dure.job.data.download import Published, fetch
-from dure.job.data.location import find
+from dure_jobs.data.archive import files
+from dure_jobs.data.download import Published, fetch
+from dure_jobs.data.location import find
 
 HOMES = ("https://www.cs.toronto.edu/~kriz",)
 ARCHIVE = "cifar-10-binary.tar.gz"

@@ -10,7 +10,7 @@ from support.archives import pack, unpack
 from support.reviews import ARCHIVE, reviews
 
 from dure.errors import DataError, UsageError
-from dure.job.data.imdb import load_imdb
+from dure_jobs.data.imdb import load_imdb
 
 NOWHERE = ("http://127.0.0.1:9",)
 

@@ -1,0 +1,99 @@
+"""The names of jobs: those of this package, and those that other distributions offer.
+
+    | job              | data                | model, with parameters of the job and their defaults             |
+    |------------------|---------------------|-------------------------------------------------------------------|
+    | `digits-mlp`     | 8x8 digits, bundled | `depth=1` hidden layers of `hidden=64` units                      |
+    | `char-gpt`       | Python's manual, or a file `text` | decoder; `width=64`, `layers=4`, `heads=4`, `context=64` |
+    | `quadratic`      | drawn               | a point; `dim`, `conditioning`, `noise`; its optimum is known     |
+    | `apex`, `gorila`, `dqn` | an environment, `env=CartPole-v1` | a Q-network, or a policy and a critic; `actors=4` |
+
+A distribution offers a job by an entry point of the group `dure.jobs`, as in its `pyproject.toml`:
+
+    [project.entry-points."dure.jobs"]
+    mnist-mlp = "dure_jobs.mnist:mnist_mlp"
+
+The function returns a `Job`; its parameters are those of the job. A name of this package cannot be offered again.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from importlib.metadata import EntryPoints, entry_points
+from types import ModuleType
+
+from dure.core import user_code
+from dure.core.spec_text import names, nearest, parse_member
+from dure.errors import UsageError
+
+BUILT_IN: Mapping[str, str] = {
+    "digits-mlp": "dure.job.models.digits:digits_mlp",
+    "char-gpt": "dure.job.models.char_gpt:char_gpt",
+    "quadratic": "dure.job.models.quadratic:quadratic",
+    "apex": "dure.rl.jobs:apex",
+    "gorila": "dure.rl.jobs:gorila",
+    "dqn": "dure.rl.jobs:dqn",
+}
+
+GROUP = "dure.jobs"
+"""The group of the entry points that offer jobs."""
+
+DURE_JOBS = (
+    "digits-local",
+    "mnist-mlp",
+    "mnist-cnn",
+    "cifar10-cnn",
+    "vgg16",
+    "embedding-text",
+    "imdb-bert",
+    "imdb-albert",
+    "softmax-regression",
+)
+"""The jobs of the distribution `dure-jobs`, which may be missing."""
+
+INSTALL = "pip install dure-jobs"
+
+
+def known_jobs() -> tuple[str, ...]:
+    """The names of all jobs: of this package, of `dure-jobs` if it is installed, and of other distributions."""
+    offered = _offered().names
+    return (*BUILT_IN, *(name for name in DURE_JOBS if name in offered), *sorted(offered - {*BUILT_IN, *DURE_JOBS}))
+
+
+def place_of(name: str) -> str | None:
+    """The "module:function" of the job `name`, or None. Raises `UsageError` if two distributions offer this name."""
+    if name in BUILT_IN:
+        return BUILT_IN[name]
+    found = {each.value: each for each in _offered().select(name=name)}
+    if len(found) > 1:
+        origins = names(sorted(each.dist.name if each.dist else each.module for each in found.values()))
+        raise UsageError(f"several installed packages offer a job {name}: {origins}. Uninstall all but one of them.")
+    return next(iter(found), None)
+
+
+def _offered() -> EntryPoints:
+    return entry_points(group=GROUP)
+
+
+def imported(module: str, name: str) -> ModuleType:
+    """The module of the job `name`. Raises `UsageError` if that of another distribution cannot be imported."""
+    if name in BUILT_IN:
+        return importlib.import_module(module)
+    with user_code.explain_user_errors(f"the job {name} is in {module}, and its import raised"):
+        return importlib.import_module(module)
+
+
+def unknown(name: str) -> str:
+    """The text of an error: no job is called `name`, or it is one of `dure-jobs`, which is not installed."""
+    if name in DURE_JOBS:
+        return f"the job {name} is part of dure-jobs, which is not installed: {INSTALL}"
+    known = known_jobs()
+    more = "" if {*DURE_JOBS} & {*known} else f" {names(DURE_JOBS)} come with {INSTALL}."
+    hint = nearest(name, (*known, *DURE_JOBS))
+    return f"no job is called {name!r}: there are {names(known)}, and FILE.py:FUNCTION.{hint}{more}"
+
+
+def may_have_companions(name_or_path: str) -> bool:
+    """Whether the job of that name may have companions: a user's, one of reinforcement learning, or one offered."""
+    name = parse_member(name_or_path).name
+    return name not in DURE_JOBS and BUILT_IN.get(name, "dure.rl").startswith("dure.rl")
