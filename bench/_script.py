@@ -31,7 +31,7 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 
-PATH = os.pathsep.join([str(ROOT / "src"), str(ROOT / "studies" / "src")])
+PATH = os.pathsep.join(str(ROOT / folder) for folder in ("src", "jobs/src", "studies/src"))
 """PYTHONPATH of processes that use this checkout."""
 
 # ---- the command line

@@ -26,7 +26,7 @@ from _script import print_ratios, ratio_of
 
 from dure.core.node import Suspend
 from dure.job.data.dataset import Data
-from dure.job.data.location import data_root, find
+from dure.job.data.location import data_root
 from dure.job.gradients import GradientEngine
 from dure.job.job import Job, load_job
 from dure.job.models.mlp import mlp_maker, top1
@@ -37,6 +37,7 @@ from dure.run.workers import build_worker
 from dure.runtime.process.group import ProcessGroup
 from dure.runtime.process.node import ProcessNode
 from dure.runtime.wire import Credentials, Identity
+from dure_jobs.data.location import find
 from dure_jobs.mnist import convnet
 
 WARM_UP = 2

@@ -1,5 +1,7 @@
 """Each script of `bench/` runs through with `--smoke`, and ends with the figures that it promises."""
 
+import ast
+import importlib
 import importlib.util
 import json
 import math
@@ -12,6 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 BENCH = ROOT / "bench"
+PATH = os.pathsep.join(str(ROOT / folder) for folder in ("src", "jobs/src", "studies/src"))
 SCRIPTS = sorted(path.stem for path in BENCH.glob("[!_]*.py"))
 SECONDS = 400
 """Time limit of a smoke, which takes 15 s of an idle core at most."""
@@ -35,10 +38,8 @@ def finite(value):
 
 def smoke(script, folder):
     """The output of a smoke, and its line of JSON if it has one."""
-    path = os.pathsep.join(
-        filter(None, [str(ROOT / "src"), str(ROOT / "studies" / "src"), os.environ.get("PYTHONPATH")])
-    )
-    environ = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [PATH, os.environ.get("PYTHONPATH")]))}
+    environ["OMP_NUM_THREADS"] = "1"
     command = [sys.executable, str(BENCH / f"{script}.py"), "--smoke"]
     done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
@@ -83,6 +84,27 @@ def test_all_ratios_in_smoke_form_writes_rows_and_no_docs(tmp_path):
     rows = json.loads((ROOT / "runs" / "bench" / "smoke.json").read_text())
     assert {row["script"] for row in rows} == {"batched_gradients"}
     assert (ROOT / "docs" / "benchmarks.md").read_bytes() == page
+
+
+def imported(path):
+    """What a script imports from dure and its distributions, as (module, name)."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0].startswith("dure"):
+            yield from ((node.module, alias.name) for alias in node.names)
+
+
+def exists(module, name):
+    found = importlib.import_module(module)
+    return hasattr(found, name) or (
+        hasattr(found, "__path__") and importlib.util.find_spec(f"{module}.{name}") is not None
+    )
+
+
+def test_everything_that_a_script_imports_of_dure_exists():
+    """A smoke finds more, but only in the long tests."""
+    found = {(path.name, *each) for path in BENCH.rglob("*.py") for each in imported(path)}
+    assert len(found) > 200
+    assert [each for each in sorted(found) if not exists(*each[1:])] == []
 
 
 def test_every_script_is_run_by_make_bench_or_make_bench_model(every):
