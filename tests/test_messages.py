@@ -9,6 +9,7 @@ import pytest
 
 import dure
 from dure.cli import reproduce
+from dure.job.names import GROUP
 from dure.user_loop.attached import Attached
 from dure.user_loop.ddp_hook import Hook
 
@@ -24,7 +25,7 @@ def of_attached(name):
 
 def of_package(name):
     """A public name, a group of entry points, or a module that can be imported."""
-    if hasattr(dure, name) or f"dure.{name}" in (reproduce.STUDIES, reproduce.PAPERS):
+    if hasattr(dure, name) or f"dure.{name}" in (reproduce.STUDIES, reproduce.PAPERS, GROUP):
         return True
     try:
         importlib.import_module(f"dure.{name}")
