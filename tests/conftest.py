@@ -27,7 +27,7 @@ def kind(item):
     return "documents" if item.path.name == "test_docs.py" else "tests"
 
 
-SHARED = ("ranks", "said", "pair", "three")
+SHARED = ("ranks", "raised_by", "pair", "three")
 """Fixtures that take half a minute: the tests that use one of them run in one process."""
 
 

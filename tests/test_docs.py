@@ -63,10 +63,10 @@ if __name__ == "__main__":
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory, request):
+def raised_by(tmp_path_factory, request):
     """What each block of a test that was asked for raised: all run in one process, in folders and namespaces of their
     own, so that torch is imported once."""
-    asked = [item.callspec.params for item in request.session.items if "said" in getattr(item, "fixturenames", ())]
+    asked = [item.callspec.params for item in request.session.items if "raised_by" in getattr(item, "fixturenames", ())]
     folders = {}
     for page, index in ((params["page"], params["index"]) for params in asked):
         folders[page, index] = tmp_path_factory.mktemp(page.stem)
@@ -88,11 +88,11 @@ def said(tmp_path_factory, request):
     ],
     ids=lambda value: value.name if isinstance(value, Path) else str(value),
 )
-def test_python_blocks_run(page, index, said):
-    assert said[page, index] == ""
+def test_python_blocks_run(page, index, raised_by):
+    assert raised_by[page, index] == ""
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "example",
     [

@@ -110,6 +110,7 @@ def test_data_parallelism_sends_alberts_layer_once_however_often_it_is_applied(d
     assert sent["imdb-bert", 2] < sent["imdb-bert", 4]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["imdb-bert", "imdb-albert"])
 @pytest.mark.parametrize(
     "partition", ["tensor:ways=3", "gpipe:stages=2,micro=2", "gpipe:stages=2,micro=2+tensor:ways=2"]

@@ -368,6 +368,7 @@ def job():
 """
 
 
+@pytest.mark.long
 def test_what_a_job_prints_is_no_part_of_the_result(tmp_path):
     (tmp_path / "jobs.py").write_text(CHATTY)
     flags = ("--on", "virtual", "--workers", "2", "--steps", "2")

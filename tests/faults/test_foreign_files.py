@@ -57,7 +57,7 @@ def said(error, command, capsys):
 # ---- records
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["config.json", "summary.json"])
 @pytest.mark.parametrize("content", CONTENTS.values(), ids=CONTENTS.keys())
 def test_a_record_that_is_none_is_named(runs, name, content, capsys):
@@ -245,7 +245,7 @@ def rewrite(folder, part, *, plain=None, tensors=None):
         (path / "manifest.json").write_text(json.dumps(manifest))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("place", "part"),
     [

@@ -139,7 +139,7 @@ def test_without_a_checkpoint_the_loss_of_a_replay_or_of_the_learner_ends_the_ru
     assert gone_within(list(one.fork_server.pids.values()), 5)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("environment", "says"),
     [

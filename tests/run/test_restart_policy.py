@@ -171,6 +171,7 @@ def test_a_worker_of_a_pipeline_takes_everybody_back(partition, tmp_path, fork_s
     assert outcome.totals.counts["samples"] == calm.outcome.totals.counts["samples"]
 
 
+@pytest.mark.long
 def test_an_error_of_a_worker_of_a_pipeline_takes_nobody_back(tmp_path, fork_server):
     """It would be raised again."""
     options = {"workers": 2, "steps": 90, "checkpoint_every": 5, "out": tmp_path}

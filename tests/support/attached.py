@@ -34,7 +34,7 @@ CHANNELS_LAST = ("bsp", "bsp ps")
 OVERFLOWING = ("bsp", "averaging:period=5", f"averaging:period=5 {RING.split()[1]}")
 ALL = ("bsp", "averaging:period=3", "downpour", "ssp:bound=3", "bsp ps", "averaging:period=3 ps", RING)
 
-LONG = ("adversaries", "learns", "uneven", "uneven_whole")
+LONG = ("adversaries", "beside_ddp", "channels_last", "constants", "groups", "learns", "uneven", "uneven_whole")
 """Cases that start servers several times, or train for epochs: for `make all`."""
 
 

@@ -144,6 +144,7 @@ def test_two_attached_models_alone_are_plain_pytorch_bit_for_bit(strategy):
     assert attached.two_attached(strategy) == plainly_adversarial()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", ["bsp", "bsp ps"])
 def test_groups_and_schedules_reach_whoever_steps(ranks, strategy):
     make = functools.partial(attached.groups, momentum=0.9, nesterov=True)
@@ -189,6 +190,7 @@ def test_running_statistics_are_merged(ranks, strategy):
         assert close(longer["merged"], ((torch.tensor(longer["own"]) + torch.tensor(shorter["own"])) / 2).tolist())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", attached.PINNED)
 def test_what_is_frozen_starts_from_rank_0_too(ranks, strategy):
     first, second = (rank["constants"][strategy] for rank in ranks)
@@ -208,6 +210,7 @@ def plainly_in_channels_last():
     return module, [str([(each.stride(), each.grad.stride()) for each in module.parameters()])]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", attached.CHANNELS_LAST)
 def test_ranks_train_in_channels_last_as_one_process(ranks, strategy):
     module, strides = plainly_in_channels_last()
@@ -261,6 +264,7 @@ def test_accumulation_and_clipping_equal_ddp(ranks):
         assert min(ours["norms"]) > 0.05
 
 
+@pytest.mark.long
 def test_a_call_of_ddp_around_an_attached_module_is_refused(ranks):
     """Both would average. A wrapper that nobody calls does nothing, and a wrapper of another model is let through."""
     for rank in ranks:
@@ -667,6 +671,7 @@ def test_servers_refuse_an_optimizer_that_has_state_and_hyper_parameters_that_ch
         attached.attach(module, optimizer, "downpour")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("topology", ["collective", "ps"])
 def test_what_is_loaded_into_the_optimizer_goes_on_deciding_the_rate(topology):
     """PyTorch puts new parameter groups in the place of the old."""
@@ -707,6 +712,7 @@ def test_states_that_servers_would_not_see_are_refused():
     assert fresh.state
 
 
+@pytest.mark.long
 def test_groups_that_servers_do_not_know_are_refused():
     module = attached.model()
     optimizer = torch.optim.SGD(module[0].parameters(), lr=0.1)
@@ -741,6 +747,7 @@ def test_a_scaler_that_overflows_skips_the_step_and_the_clock_advances():
     replica.close()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("sync", "topology", "skipped"),
     [("bsp", "ps", "skip"), ("downpour+dc-asgd", "ps:shards=2", "overflow"), ("downpour:n_push=2", "ps", "skip")],
@@ -806,6 +813,7 @@ def clamp_data(module):
         parameter.data.clamp_(-0.01, 0.01)
 
 
+@pytest.mark.long
 def test_clipped_weights_count_over_collectives_and_are_refused_over_servers():
     """As WGAN clips after each step."""
 
@@ -837,6 +845,7 @@ def clamp(module):
         module[2].bias.clamp_(-0.01, 0.01)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("change", "call", "sync", "topology"),
     [
@@ -892,6 +901,7 @@ def test_foreign_parameters_in_the_optimizer_are_refused_at_the_next_step():
         replica.step()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("topology", ["collective", "ps"])
 def test_parameters_frozen_while_attached_are_refused(topology):
     """Momentum and weight decay would move them on. Who thaws them before the step is let through."""
@@ -905,6 +915,7 @@ def test_parameters_frozen_while_attached_are_refused(topology):
         replica.step()
 
 
+@pytest.mark.long
 def test_a_schedule_sees_steps_where_servers_take_them():
     """PyTorch warns, which is an error here, of a scheduler that steps before its optimizer has."""
     module = attached.model()

@@ -194,6 +194,7 @@ def test_a_script_ends_where_slurm_names_no_machine(slurm):
     assert submitted(emitted("slurm", launch()), slurm).returncode != 0
 
 
+@pytest.mark.long
 def test_the_line_trains_here(tmp_path):
     (tmp_path / "bin").mkdir()
     text = emitted("torchrun", launch([2], sync="bsp", steps=3, out="my runs/it's one"))

@@ -49,6 +49,7 @@ def test_checkpoints_change_no_bit(job, partition, workers, optimizer, tmp_path)
     assert graded(kept.rows) == graded(whole.rows)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("job", "partition", "workers"), [("normed_between", pairs(2), 2), *soaked(("plain", MESH, 4), ("plain", MESH, 8))]
 )

@@ -51,6 +51,7 @@ def test_without_locks_additions_may_be_lost_and_are_counted_all_the_same(raced)
     assert found["written"] == found["expected"] * 200_000
 
 
+@pytest.mark.long
 def test_no_two_workers_draw_the_same_claim(raced):
     assert raced["claims"] == {"each once": True, "sum": EACH, "counter": 3 * EACH}
 
