@@ -19,11 +19,11 @@ PROCESSES ?= $(shell test "$$(env -u OMP_NUM_THREADS nproc 2>/dev/null || echo 1
 
 setup: $(STAMP)
 
-# torch first: it is the one large download, and everything else must agree with it
+# torch first: it is the one large download, and everything else must agree with it; then dure, which the others require
 $(STAMP): pyproject.toml jobs/pyproject.toml studies/pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ./jobs -e ./studies -e '.[all,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[all,dev]' -e ./jobs -e ./studies
 	touch $(STAMP)
 
 lint: setup
