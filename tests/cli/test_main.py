@@ -172,6 +172,7 @@ def test_a_flag_that_is_no_number_is_refused_in_one_sentence_everywhere(words):
     assert re.search(r"should be a valid (number|integer), .* got 'x'\.$", refused(*words.split()))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("strategy", "on"), [("ssp", "virtual"), ("downpour", "local")])
 def test_a_run_without_an_update_fails_and_says_so(strategy, on, tmp_path, capsys):
     """Its time is over before the first step; what it has is recorded."""
@@ -417,6 +418,7 @@ def lossy(folder):
     return "jobs.py:job"
 
 
+@pytest.mark.long
 def test_compare_alone_runs_a_few_strategies_and_keeps_earlier_reports(tmp_path):
     (tmp_path / "report.html").write_text("mine")
     (tmp_path / "report-2.html").write_text("mine too")
@@ -433,6 +435,7 @@ def test_compare_alone_runs_a_few_strategies_and_keeps_earlier_reports(tmp_path)
     assert "95 %" not in done.stdout + (tmp_path / "report-3.html").read_text()
 
 
+@pytest.mark.long
 def test_a_loss_is_a_target_too(tmp_path):
     flags = ("--strategy", "bsp", "--on", "virtual", "--workers", "2", "--steps", "8", "--eval-every", "1")
     given = (*flags, "--report", "r.html", "--out", "runs")
@@ -452,6 +455,7 @@ def test_a_loss_is_a_target_too(tmp_path):
     refused("report", "runs", "--target-loss", "1", "--target", "0.5", cwd=tmp_path)
 
 
+@pytest.mark.long
 def test_the_report_of_a_comparison_has_its_target(tmp_path):
     flags = ("--strategy", "bsp", "--on", "virtual", "--workers", "2", "--steps", "4", "--report", "r.html")
     done = here("compare", "digits-mlp", *flags, "--target", "0.125", "--out", "runs", cwd=tmp_path)
@@ -496,6 +500,7 @@ def is_sentence(text):
     return text.startswith("dure: ") and text.count("\n") == 1 and len(text) < 4100 and "\x1b" not in text
 
 
+@pytest.mark.sampled(18)
 @pytest.mark.parametrize("job", WRONG.values(), ids=WRONG.keys())
 def test_a_job_that_is_unusable_before_the_training_is_wrong_usage(job):
     assert is_sentence(refused("train", job, "--on", "virtual", "--workers", "2", "--steps", "2"))
@@ -537,6 +542,7 @@ def test_an_error_during_the_training_is_a_failure_whose_text_is_shown_once_and_
     assert len(done.stderr) < 5000
 
 
+@pytest.mark.long
 def test_an_error_of_a_worker_process_is_shortened_wherever_it_is_shown():
     done = here("train", f"{UNUSABLE}:later", "--on", "local", "--workers", "2", "--steps", "200")
     assert done.returncode == 1

@@ -76,6 +76,7 @@ def test_learners_of_bundles_have_one_actor_each(capfd):
     assert "as many actors as learners" in capfd.readouterr().err
 
 
+@pytest.mark.long
 def test_a_report_is_written(tmp_path):
     path = tmp_path / DEFAULT
     arguments = f"rl dqn --frames 150 --set min_size=100 --on virtual --report {path}"

@@ -57,7 +57,7 @@ def said(error, command, capsys):
 # ---- records
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["config.json", "summary.json"])
 @pytest.mark.parametrize("content", CONTENTS.values(), ids=CONTENTS.keys())
 def test_a_record_that_is_none_is_named(runs, name, content, capsys):

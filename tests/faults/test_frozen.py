@@ -71,6 +71,7 @@ def test_nobody_is_evicted_where_nobody_waits():
     assert len(segment.shards[0].updater.log) == 3 * STEPS
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("strategy", ["bsp ps:shards=2", "ssp ps"])
 @pytest.mark.parametrize("compute", [STEADY, ShiftedExponential(seconds=0.2)])
 def test_being_watched_changes_no_run_in_which_nobody_stands_still(strategy, compute):

@@ -116,6 +116,7 @@ STALE = {"workers": 8, "steps": 40, "eval_every": 4, "seed": 1}
 """Options with which `quadratic` converges under bsp, and diverges with stale gradients."""
 
 
+@pytest.mark.long
 def test_a_comparison_keeps_the_rows_of_runs_that_diverge(tmp_path, capsys):
     job, strategies = f"{JOBS}:quadratic", ("downpour", "bsp", "downpour")
     flags = [text for name, value in STALE.items() for text in (f"--{name.replace('_', '-')}", str(value))]

@@ -118,6 +118,7 @@ def test_together_equals_alone_equals_autograd(name, dtype, tolerance):
         assert one.values.is_contiguous()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", [*CHAINS, *OTHERS])
 def test_bits_do_not_depend_on_the_company(name):
     gradient_engine = GradientEngine(job_of({**CHAINS, **OTHERS}[name]))

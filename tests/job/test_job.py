@@ -132,6 +132,7 @@ def test_a_text_gives_parameters_of_the_function(job_file: Path) -> None:
     assert len(load_job(f"{job_file}:untyped:rows=9").train) == 9  # the type is that of the default
 
 
+@pytest.mark.long
 def test_parameters_of_a_job_reach_the_processes_of_a_run() -> None:
     job, settings = "digits-mlp:hidden=5,depth=2", {"workers": 1, "steps": 3}
     real = dure.train(job, on="local", **settings)

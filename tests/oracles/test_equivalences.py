@@ -87,7 +87,7 @@ def test_bsp_is_one_worker_with_the_whole_batch(workers, topology, dtype):
     assert distance(run.params, alone(8 * workers, dtype, "sgd")) < TOLERANCE[dtype]
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam"])
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_bsp_weighs_unequal_batches(topology, optimizer):
@@ -140,6 +140,7 @@ def test_averaging_every_step_is_not_bsp_for_adam(topology):
     assert distance(averaged.params, alone(24, "float64", "adam")) > 1e-5
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("steps", [3, 4, 6, 7])
 def test_averaging_over_servers_is_averaging_over_collectives(steps):
     options = {"workers": 3, "batch_sizes": (4, 8, 20), "steps": steps, "dtype": "float64", "optimizer": "adam"}
@@ -150,7 +151,7 @@ def test_averaging_over_servers_is_averaging_over_collectives(steps):
 # ---- servers: neither their number nor the cut changes a bit
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum:nesterov=true,weight_decay=0.01", "adagrad", "adam"])
 @pytest.mark.parametrize("sync", ["bsp", "ssp:bound=2", "downpour", "averaging:period=2"])
 def test_results_do_not_depend_on_the_shards(sync, optimizer):
@@ -200,6 +201,7 @@ def test_downpour_accrues_a_sum_and_fetches_on_its_own_schedule(n_push, n_fetch,
     assert distance(run.params, server) < 1e-12
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("workers", [2, 4])
 def test_round_robin_downpour_is_gradient_descent_with_constant_delay(workers):
     """One gradient in flight per worker: w(t+1) = w(t) - q w(t - (K-1)), stable below 2 sin(pi / (2 (2d + 1)))."""

@@ -99,7 +99,7 @@ def test_resumed_is_uninterrupted(strategy, optimizer, tmp_path):
     check_every_stop("digits-mlp", tmp_path, cluster(), strategy=strategy, optimizer=optimizer, steps=18)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy", STRATEGIES[::2])
 def test_with_running_statistics_and_dropout(strategy, tmp_path):
     check_every_stop(jobs()["norm-and-dropout"], tmp_path, cluster(), strategy=strategy, steps=18)
@@ -146,6 +146,7 @@ def test_with_workers_that_come_and_go(strategy, tmp_path):
     check_every_stop("digits-mlp", tmp_path, cluster(*EVENTS), strategy=strategy, steps=18, optimizer="momentum")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy", ["bsp", "averaging"])
 def test_with_pauses_over_collectives(strategy, tmp_path):
     events = (EVENTS[0], EVENTS[2], EVENTS[4])
@@ -182,6 +183,7 @@ def test_a_pause_that_began_at_the_boundary_goes_on_after_it(tmp_path):
     assert starts[5] == pytest.approx(155_000)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy", ["bsp collective", "ssp ps:shards=2"])
 def test_a_finished_run_can_be_given_more_steps(strategy, tmp_path):
     """From its last checkpoint on, which is that of the longer run."""

@@ -183,7 +183,7 @@ def test_multi_version_reads_each_version_in_turn_after_the_updates_of_that_vers
     assert f"version 3 of the {versions} of the model" in shown
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ordered())
 def test_the_staleness_of_a_member_is_that_of_its_order(name):
     for stages in range(1, 9):

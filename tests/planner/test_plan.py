@@ -62,6 +62,7 @@ def test_a_command_starts_as_many_ranks_as_the_machines_have_workers():
         assert Command(options, ranks).line == f"{start} -m dure {given} --on torchrun"
 
 
+@pytest.mark.long
 def test_the_smallest_change_makes_a_model_fit_that_fits_nowhere():
     here = Scene(load_job("digits-mlp"), cluster(memory=20_000), 256)
     with pytest.raises(UsageError, match=r"no strategy fits into .* The least is needed by") as refused:
@@ -105,6 +106,7 @@ def test_variants_change_one_thing():
     assert of_workers(slow, 8) is None
 
 
+@pytest.mark.long
 def test_a_target_that_nothing_reaches_is_said_to_be_so():
     found = dure.plan("digits-mlp", on=cluster(count=2), target=1.0, steps=3, learn=1, within=0.001)
     assert any("No strategy reached the target, accuracy 1: the nearest was 0." in sentence for sentence in found.why)

@@ -458,6 +458,7 @@ def test_this_machine_is_probed_and_the_file_is_a_cluster(
     assert run.summary()["workers"] == 3
 
 
+@pytest.mark.long
 def test_an_error_in_the_middle_is_the_one_that_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not that its other process is gone, which it has ended itself."""
 

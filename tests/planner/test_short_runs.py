@@ -34,6 +34,7 @@ def test_the_slowest_of_two_takes_longer_by_the_mean_difference() -> None:
     assert slowest(Steps(1.0, sigma), workers=2, period=4) == pytest.approx(4 + 2 * sigma / np.sqrt(np.pi), rel=2e-3)
 
 
+@pytest.mark.long
 def test_short_runs_give_every_worker_s_steps_and_the_meetings() -> None:
     found = short_runs("digits-mlp", None, 2, step=0.1)
     assert len(found["steps"]) == 2

@@ -36,6 +36,7 @@ def test_nothing_is_timed_after_the_deadline(scenes):
     assert [timing for _, timing in timings(scenes, WANTED, Deadline(-1.0))] == [None] * 4
 
 
+@pytest.mark.long
 def test_a_timing_under_way_ends_at_the_deadline(scenes, monkeypatch):
     """Its result is None, and so are those behind it; a timing that has ended counts."""
 

@@ -49,6 +49,7 @@ def of_long_runs(here, strategy, fewer, more):
     return [(second[key] - first[key]) / steps for key in ("seconds", "bytes_sent")]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("strategy", LOCKSTEP)
 def test_a_few_steps_have_the_seconds_of_many(strategy):
     here = scene()

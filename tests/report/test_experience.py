@@ -122,6 +122,7 @@ def test_labels_do_without_jobs_where_strategies_tell_them_apart(made):
 # ---- the page
 
 
+@pytest.mark.long
 def test_the_page_has_returns_and_experience_against_each_kind_of_time(made):
     outline = page([played(made, 4), played(made, 16, time="real", best=45.0)])
     returns = ("Mean return of evaluations", "Mean return of training episodes")

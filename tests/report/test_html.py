@@ -34,6 +34,7 @@ def test_the_page_is_one_file_that_asks_nothing_of_the_network(tmp_path, made):
     assert list(tmp_path.iterdir()) == [path]
 
 
+@pytest.mark.long
 def test_there_is_a_figure_for_everything_that_was_asked(made):
     outline = Outline(page([made("bsp"), made("ssp:bound=3", seconds=5), made("bsp", time="real")]))
     for x in ("virtual time", "real time", "mini-batches", "bytes sent"):
@@ -96,6 +97,7 @@ def test_names_from_outside_are_text_and_never_markup_or_mathematics(made):
     assert len(figures(text)) == 8
 
 
+@pytest.mark.long
 def test_text_inside_figures_is_no_mathematics_and_no_markup(made):
     outline = Outline(page([made(time="$\\frac{<i>$")]))
     assert "i" not in outline.tags
@@ -110,6 +112,7 @@ def test_any_number_of_runs(made, count):
     assert all(f"k-async:k={k}" in outline.text for k in range(count))
 
 
+@pytest.mark.long
 def test_runs_that_lack_things_are_shown_with_what_they_have(made):
     runs = [
         made("bsp", accuracy=False),
@@ -126,6 +129,7 @@ def test_runs_that_lack_things_are_shown_with_what_they_have(made):
     assert "No run recorded a history" in bare.text
 
 
+@pytest.mark.long
 def test_a_loss_that_stops_being_a_number_ends_in_a_cross(made):
     whole, broken = (drawn(made("x", nan_from=start)) for start in (None, 5))
     marker = rf"<use [^>]*fill: {COLORS[0].lower()}"
@@ -146,6 +150,7 @@ RING = [[rank, (rank + 1) % 5] for rank in range(5)]
 STAR = [[0, rank] for rank in range(1, 64)]
 
 
+@pytest.mark.long
 def test_the_page_says_whether_compression_pays(made, coded):
     page = render([made("bsp"), coded("ssp"), coded("backup", link=5e9)], title="t", target=Target(0.95))
     words = " ".join(Outline(page).words)
@@ -158,6 +163,7 @@ def test_the_page_says_whether_compression_pays(made, coded):
     assert "Does compression pay?" not in " ".join(Outline(render([made("bsp")], title="t", target=Target(0.95))).words)
 
 
+@pytest.mark.long
 def test_who_gossips_with_whom_is_drawn_once_for_each_graph(made):
     runs = [gossip(made, RING, 5), gossip(made, RING, 5), gossip(made, STAR, 64), made("bsp")]
     text = page(runs)

@@ -65,6 +65,7 @@ def page(run):
     return render([run], title="Runs", target=Target())
 
 
+@pytest.mark.long
 def test_the_report_shows_the_actions_in_color_with_their_legend(tmp_path, made):
     run = replace(made("bsp"), path=tmp_path)
     assert "Pipelines over time" not in page(run)

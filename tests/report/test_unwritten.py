@@ -17,6 +17,7 @@ EVERYTHING = {"history.jsonl", "trace.json", "summary.json", "tensorboard"}
 OPTIONS = ["--sync", "ssp", "--steps", "40", "--eval-every", "10", "--trace", "--tensorboard"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("on", ["virtual", "local"])
 def test_a_disk_that_is_full_from_the_start_costs_the_record_and_not_the_result(tmp_path, capsys, caplog, on):
     with small_disk(tmp_path / "disk", 64) as disk:
@@ -35,6 +36,7 @@ def test_a_disk_that_is_full_from_the_start_costs_the_record_and_not_the_result(
     assert "is not whole: config.json (No space left on device); " in errors.splitlines()[-1]
 
 
+@pytest.mark.long
 def test_a_disk_that_fills_up_in_between_keeps_what_was_written_before(tmp_path):
     job, steps = load_job("digits-mlp"), []
 

@@ -59,6 +59,7 @@ def test_actor_replay_and_learner_in_processes_of_their_own_are_dqn_in_one_proce
     assert torch.equal(local(f"{JOBS}:lockstep", "bsp collective", steps=200, **RUN).params, alone)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("shards", [1, 2, 5])
 def test_gorila_of_one_bundle_is_dqn_in_one_process_however_many_servers_there_are(alone, shards):
     assert torch.equal(virtual(rl_jobs.bundle(), f"downpour ps:shards={shards}", steps=200, **RUN).params, alone)

@@ -111,6 +111,7 @@ def test_a_run_goes_back_to_its_checkpoint_with_the_replay_of_that_time(fork_ser
     assert figures["samples"] < (300 + 30) * 32, "samples since the checkpoint were counted twice"
 
 
+@pytest.mark.long
 def test_a_run_that_was_interrupted_goes_on_with_its_replay(fork_server, tmp_path):
     options = {"steps": 250, "checkpoint_every": 1000, "out": tmp_path}
     interruption = Interruption()
@@ -129,6 +130,7 @@ def test_a_run_that_was_interrupted_goes_on_with_its_replay(fork_server, tmp_pat
     assert all(figures[name]["frames"] >= actors[name]["frames"] > 0 for name in ("actor 0", "actor 1", "actor 2"))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("victim", ["replay 0", "worker 0"])
 def test_without_a_checkpoint_the_loss_of_a_replay_or_of_the_learner_ends_the_run(fork_server, victim):
     one = trial("walk", steps=100_000)
@@ -155,6 +157,7 @@ def test_an_environment_that_always_fails_ends_the_run_with_its_cause(fork_serve
     assert gone_within(list(one.fork_server.pids.values()), 5)
 
 
+@pytest.mark.long
 def test_an_actor_joins_late_in_virtual_time_too(tmp_path):
     job = f"apex:env={FILE}@walk,actors=3,{PACE},late=1,late_seconds=0.1,act_seconds=0.001,update_seconds=0.001"
     options = {"on": "virtual", "workers": 1, "steps": 160, "eval_every": 100_000, "batch_size": 32, "seed": 0}

@@ -66,7 +66,7 @@ LEARNING = {
 EXPLORING = {"epsilon": 1.0, "ladder": 0.0, "anneal": 0, "update_seconds": 1e-3, "act_seconds": 1e-3}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("job", "strategy", "workers"),
     [
@@ -117,7 +117,7 @@ def short_lived() -> gymnasium.Env[Any, Any]:
     return Ended(limited())
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("n_step", [1, 3])
 @pytest.mark.parametrize(
     ("env", "chance"), [(limited, 0.0), (short_lived, 1 / LIMIT)], ids=["a limit of time", "an end of the task"]

@@ -56,6 +56,7 @@ def test_the_busiest_card_may_be_that_of_a_host() -> None:
     assert found["bytes"] == pytest.approx(4 * (2 + 4 * 5 / 4) * NUMEL)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy", ["bsp collective 1bit", "bsp ps:shards=2 fp16"])
 def test_a_run_on_either_side_of_break_even_is_faster_or_slower(strategy: str) -> None:
     even = summary(strategy)["payoff"]["break_even"]

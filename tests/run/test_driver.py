@@ -150,6 +150,7 @@ def test_a_job_that_fails_under_collectives_says_what_failed_and_to_resume_only_
         run("raises", "bsp", workers=2, steps=60, checkpoint_every=5, out=tmp_path)
 
 
+@pytest.mark.long
 def test_an_interrupted_worker_is_a_failed_worker(run):
     """A SIGINT to one process alone is no Ctrl-C: the run goes on, and no traceback is shown."""
     interrupt = when(
@@ -173,7 +174,7 @@ def test_a_worker_that_dies_before_it_has_joined_is_not_waited_for(fork_server):
 # ---- workers that come
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", ["ssp:bound=2 ps:shards=2", "bsp ps:shards=2"])
 def test_a_worker_that_comes_late_takes_part(run, strategy):
     come = when(lambda trial: trial.driver.steps("worker 0") > 20, lambda trial: trial.driver.start("worker 2"))

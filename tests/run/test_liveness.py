@@ -57,7 +57,7 @@ def run(fork_server, strategy, act, *, job="waits_now_and_then", fault_settings=
 SOAK = pytest.mark.soak
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 @pytest.mark.parametrize(
     "strategy",
     [
@@ -181,7 +181,7 @@ def test_a_worker_that_is_frozen_at_start_is_not_waited_for(fork_server):
 CONTROLS = ["bsp", "downpour ps", "ad-psgd", "hogwild", pytest.param("bsp collective:algorithm=ring", marks=SOAK)]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", CONTROLS)
 def test_one_long_step_is_slow_and_ends_nothing(strategy, fork_server, tmp_path):
     trial, outcome, notices = run(fork_server, strategy, lambda trial: None, job="one_sleeps", data=tmp_path, steps=60)

@@ -125,7 +125,7 @@ def test_where_order_counts_everybody_goes_back_and_the_result_is_that_of_no_kil
     assert outcome.totals.counts["updates_applied"] == 360
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 @pytest.mark.parametrize(("victim", "lives"), [("server 1", 2), ("worker 1", 1)])
 def test_workers_follow_verdicts_after_a_server_or_a_worker_was_killed(victim, lives, tmp_path, fork_server):
     """Each life that starts late pulls model and velocity, and goes on by verdicts; all models are the servers'."""

@@ -65,6 +65,7 @@ def test_files_that_are_as_they_were_are_run(lab):
     assert dure.train("", resume="run", steps=6).summary()["steps"] == 6
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("file", ["lab/job.py", "lab/method.py"])
 def test_a_file_that_has_changed_needs_trust(lab, file, capsys):
     with (lab / file).open("a") as code:

@@ -155,6 +155,7 @@ def normalized() -> Job:
     return replace(load_job("digits-mlp"), model=model, name="normalized")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("strategy", ["averaging:period=3", "diloco:period=3", "bmuf:period=3,overlap=1", "one-shot"])
 def test_buffers_without_values_have_their_size(strategy, tmp_path):
     def run(name: str, **options: Any) -> list[Any]:

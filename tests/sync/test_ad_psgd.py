@@ -40,7 +40,7 @@ def uneven(*events: Event, link: Link = Link()) -> Cluster:  # noqa: B008
     return Cluster(machines=(Machines(count=6, compute=compute),), events=events, link=link)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("graph", GRAPHS)
 @pytest.mark.parametrize("cluster", [uneven(), uneven(link=Link(latency=0.02)), Cluster.uniform(6)])
 def test_without_gradients_the_mean_stays_and_all_come_to_it(graph, cluster):
@@ -53,7 +53,7 @@ def test_without_gradients_the_mean_stays_and_all_come_to_it(graph, cluster):
     assert not any(peer._met or peer.turn.asking is not None for peer in peers)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 @pytest.mark.parametrize(("graph", "steps"), [("ring", 18), ("exponential", 5), ("random-regular", 8)])
 def test_models_come_together_at_the_rate_of_the_gap(graph, steps):
     """From the slowest direction, the distance of 16 models from their mean shrinks like (1 - gap)^averagings.

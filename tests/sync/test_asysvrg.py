@@ -72,7 +72,7 @@ def distance(one: Tensor, other: Tensor) -> float:
 # ---- one worker is SVRG
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("inner", "portion"), [(2.0, 128), (0.3, 359), (0.01, 2000)])  # 359: one is left over
 @pytest.mark.parametrize("lock", ["none", "write", "readwrite"])
 def test_one_worker_is_svrg(inner, portion, lock):
@@ -233,7 +233,7 @@ def cluster(workers: int = 4, *events: Event, slow: float = 0.2) -> Cluster:
     return Cluster(machines=kinds, events=events)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 @pytest.mark.parametrize("lock", ["none", "write", "readwrite"])
 def test_the_error_falls_by_a_factor_an_epoch_where_hogwild_has_a_floor(lock):
     best = sum(b for _, b in PAIRS) / sum(a for a, _ in PAIRS)
@@ -268,6 +268,7 @@ def phases(
     return Finished(setup, VirtualRun(setup, on, Callbacks()).run(), []), closed
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("inner", "updates"), [(2.0, 90), (0.25, 12)])
 def test_an_epoch_has_its_updates_whoever_makes_them(monkeypatch, inner, updates):
     """Of 1,437 samples in mini-batches of 32: the counter is shared, and a slow worker makes fewer."""
@@ -307,7 +308,7 @@ def test_who_dies_takes_its_portions_along_for_one_epoch(monkeypatch):
     assert [run.summary["per_worker"][f"worker {rank}"]["steps"] for rank in range(3)] == [60] * 3
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("at", [0.015, 0.045, 0.1, 0.133, 0.2, 0.31])
 @pytest.mark.parametrize("kind", ["crash", "pause"])
 def test_nobody_waits_for_ever_whenever_it_happens(at, kind):

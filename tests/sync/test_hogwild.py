@@ -252,6 +252,7 @@ def test_processes_learn_a_sparse_model_as_well_as_one_alone(strategy, fork_serv
     assert run.outcome.history[-1]["loss"] < 1.1 * loss_of_one_alone + 0.02
 
 
+@pytest.mark.long
 def test_a_step_of_a_large_sparse_model_writes_what_its_samples_touch(fork_server):
     """48 of its two million numbers."""
     trial = trial_of("large", "hogwild", workers=2, steps=1500)

@@ -256,7 +256,7 @@ def test_where_the_rest_of_a_step_is_shorter_than_a_whole_one_k_async_is_faster_
     assert 0.625 < seconds["k-async"] < 0.9 * seconds["k-sync"]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["k-batch-sync:k=5", "k-batch-async:k=5"])
 def test_five_mini_batches_of_eight_workers_take_five_eighths(method):
     check(seconds_per_update(method, 1000, 5), 0.625, 5 / 64)
@@ -301,6 +301,7 @@ def test_five_times_slower_workers_cost_nothing_up_to_the_backups():
 # ---- for real
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("method", ["backup", "k-batch-sync:k=1"])
 def test_on_processes_too_nothing_stale_counts(method, fork_server):
     run = local("digits-mlp", f"{method} ps:shards=2", fork_server=fork_server, workers=2, steps=60)

@@ -76,6 +76,7 @@ def after(iterations, parameters, topology="ps:shards=2", **options):
     return run.params.numpy()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("parameters", ["m=1", "m=2,gamma=false", "m=10", "m=10,gamma=false"])
 def test_with_an_exact_line_search_it_is_conjugate_gradients(parameters):
     """On a quadratic, for any memory, with and without scaling."""
@@ -213,6 +214,7 @@ def test_as_good_as_torch_alone():
     assert run.rows[-1]["accuracy"] > 0.95
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("search", ["wolfe", "backtracking"])
 def test_fixed_batches(search):
     run = virtual("digits-mlp", f"lbfgs:batch=256,search={search} ps", workers=4, steps=200)
@@ -233,7 +235,7 @@ def stepped():
     return dyadic_jobs.targets().mean(dim=0) / 4
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("workers", [1, 2, 7])
 @pytest.mark.parametrize("push_every", [1, 3, 100])
 def test_the_gradient_is_the_batch_s_to_the_last_bit(workers, push_every):
@@ -260,7 +262,7 @@ def test_dead_paused_and_late_workers_leave_no_trace_in_it():
     assert run.seconds < 0.8, "somebody was waited for while there was work to do"
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("push_every", [1, 8])
 @pytest.mark.parametrize("workers", [2, 4, 16])
 def test_one_worker_five_times_slower_costs_at_most_a_portion(workers, push_every):

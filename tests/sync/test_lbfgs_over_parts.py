@@ -79,6 +79,7 @@ def test_a_worker_that_fetches_a_point_too_late_computes_with_its_copy_all_the_s
     assert run.rows[-1]["loss"] < 0.7
 
 
+@pytest.mark.long
 def test_a_copy_of_one_worker_takes_the_time_of_a_worker(whole):
     """Portions of fewer samples take less."""
     options = OPTIONS | {"workers": 1}

@@ -376,7 +376,7 @@ def delay_bound(delay: int) -> float:
     return 2 * math.sin(math.pi / (2 * (2 * delay + 1)))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("delay", "bound"), [(0, 2.0), (1, 1.0), (2, 0.6180), (3, 0.4450), (7, 0.2091)])
 def test_the_rate_that_a_constant_delay_allows(delay: int, bound: float) -> None:
     assert delay_bound(delay) == pytest.approx(bound, abs=1e-4)
@@ -386,7 +386,7 @@ def test_the_rate_that_a_constant_delay_allows(delay: int, bound: float) -> None
     assert grows("downpour+dc-asgd:lambda=0", delay, 1.02 * bound)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("delay", "bound"), [(1, 1.0), (2, 1.236), (3, 1.335), (7, 1.463)])
 def test_the_rate_that_a_constant_delay_allows_when_divided_by_it(delay: int, bound: float) -> None:
     assert delay * delay_bound(delay) == pytest.approx(bound, abs=1e-3)
@@ -401,7 +401,7 @@ def test_a_rate_below_one_is_stable_for_every_delay_when_divided_by_it() -> None
         assert delay < 2 or grows("downpour", delay, 0.97, updates=300)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("delay", [0, 1, 3, 7])
 def test_with_the_true_hessian_the_bound_is_that_of_no_delay(delay: int) -> None:
     method = with_remedy(make("downpour"), TrueHessian())
@@ -471,7 +471,7 @@ def with_momentum(implied: float, own: float, turns: int, lr: float = 0.3) -> to
     return torch.stack(seen)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("workers", "turns"), [(1, 6), (2, 9), (3, 6), (4, 5)])
 def test_in_expectation_asynchrony_is_momentum(workers: int, turns: int) -> None:
     """As torch's SGD with momentum = dampening = 1 - 1/K, exactly, on a quadratic."""

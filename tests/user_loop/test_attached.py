@@ -481,6 +481,7 @@ def test_a_frozen_rank_that_holds_the_store_ends_the_others(tmp_path):
     assert "the store where the ranks meet, and so rank 0 or torchrun's agent, is frozen or gone" in out, errors
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("sync", "topology"),
     [("bsp", "collective"), ("bsp", "ps"), *soaked(("downpour", "ps:shards=2"), ("averaging:period=2", "ps"))],
@@ -592,6 +593,7 @@ def test_each_optimizer_trains_as_in_plain_pytorch_or_is_refused_by_name(kind, f
     assert attached.flat(module) == attached.flat(alone)
 
 
+@pytest.mark.long
 def test_alone_over_servers_equals_alone():
     make = functools.partial(attached.groups, kind=torch.optim.Adam)
     module = attached.model()
@@ -693,6 +695,7 @@ def test_what_is_loaded_into_the_optimizer_goes_on_deciding_the_rate(topology):
     assert close(attached.flat(module), attached.flat(alone))
 
 
+@pytest.mark.long
 def test_states_that_servers_would_not_see_are_refused():
     module = attached.model()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
@@ -747,7 +750,7 @@ def test_a_scaler_that_overflows_skips_the_step_and_the_clock_advances():
     replica.close()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("sync", "topology", "skipped"),
     [("bsp", "ps", "skip"), ("downpour+dc-asgd", "ps:shards=2", "overflow"), ("downpour:n_push=2", "ps", "skip")],
@@ -845,7 +848,7 @@ def clamp(module):
         module[2].bias.clamp_(-0.01, 0.01)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("change", "call", "sync", "topology"),
     [
@@ -1167,6 +1170,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.long
 def test_models_that_synchronize_themselves_are_refused():
     """Over collectives and over servers alike."""
     done = run_alone(WRAPPED)

@@ -275,6 +275,7 @@ if dist.get_rank() == 0:
 """
 
 
+@pytest.mark.long
 def test_two_models_unused_parameters_and_narrow_numbers(pair):
     check_hard(pair["hard sign"])
 

@@ -35,6 +35,7 @@ def graded(rows):
     return [[row[name] for name in GRADED] for row in rows]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("job", "partition", "workers"),
     [("normed_between", pairs(2), 4), ("plain", MESH, 4), *soaked((GPT, "tensor:ways=2", 2))],

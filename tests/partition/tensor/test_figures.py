@@ -67,7 +67,7 @@ def test_a_forward_that_is_computed_again_makes_its_collectives_again():
     assert figures["worker 3"]["collective_bytes"] == {"all_reduce": 3 * 8 * ROWS * (2 * 10 + 14)}
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("job", "partition", "workers"),
     [

@@ -176,7 +176,7 @@ def collectives(name: str, plan: str) -> tuple[dict[str, int], dict[str, int]]:
     return {"all_gather": linear}, {"all_gather": linear, "all_reduce": copies}
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("ways", [1, 2, 4, 6])
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", MODELS)

@@ -19,7 +19,7 @@ MESHES = [  # partition, and the workers of one copy of the model
 ]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize(("partition", "parts"), MESHES)
 def test_shared_layers_train_as_the_whole_model_does(partition, parts, replicas):
@@ -62,7 +62,7 @@ def test_processes_give_the_bits_of_virtual_time(fork_server, partition, parts, 
 GPT = "char-gpt:layers=2,width=16,heads=2,context=12"
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("job", "partition", "workers"),
     [

@@ -39,6 +39,7 @@ def test_a_signal_whose_exception_is_lost_ends_the_work_at_the_next_check():
     assert caught.value.number == signal.SIGTERM
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_work_where_it_is(number):
     interruption = Interruption()

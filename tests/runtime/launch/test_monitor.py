@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 from support.wording import raising
 
@@ -96,6 +97,7 @@ def ends_in_order(monitor: RankMonitor) -> None:
     monitor.close()
 
 
+@pytest.mark.long
 def test_a_stopped_rank_is_noticed_though_garbage_fills_the_port_of_heartbeats() -> None:
     with ranks(lives) as both:
         held = []

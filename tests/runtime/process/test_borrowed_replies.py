@@ -108,7 +108,7 @@ def job():
 """
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["ssp:bound=0", "bsp", "downpour:at_once=true"])
 def test_across_processes_a_worker_computes_on_what_is_lent_as_in_virtual_time(
     method: str, tmp_path: Path, fork_server: ForkServer

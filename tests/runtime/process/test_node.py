@@ -50,6 +50,7 @@ def started(caller, host):
     return calling
 
 
+@pytest.mark.long
 def test_a_caller_that_was_stopped_during_its_greeting_greets_again(node):
     host, caller = node("server 0"), node("worker 0")
     calling = started(caller, host)
@@ -60,6 +61,7 @@ def test_a_caller_that_was_stopped_during_its_greeting_greets_again(node):
     assert calling.result().fields == {}
 
 
+@pytest.mark.long
 def test_a_host_that_was_stopped_during_a_greeting_lets_the_caller_in(node):
     host, caller = node("server 0"), node("worker 0")
     calling = started(caller, host)
@@ -70,6 +72,7 @@ def test_a_host_that_was_stopped_during_a_greeting_lets_the_caller_in(node):
     assert calling.result().fields == {}
 
 
+@pytest.mark.long
 def test_a_greeting_is_given_up_where_the_host_is_gone(node):
     host, caller = node("server 0"), node("worker 0")
     calling = started(caller, host)

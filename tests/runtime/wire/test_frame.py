@@ -58,6 +58,7 @@ def feed(parser, data, *, sizes=(1 << 30,), drop=False):
             return found
 
 
+@pytest.mark.long
 @settings(max_examples=100, deadline=None)
 @given(
     metas=st.lists(JSON, min_size=1, max_size=4),

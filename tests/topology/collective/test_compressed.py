@@ -88,7 +88,7 @@ def test_a_mean_is_weighted_by_batches_however_messages_go(codec):
     assert coded == pytest.approx(plain, rel=1e-3)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("codec", ["1bit", "strom:threshold=0.002", "int8+ef", "top-k:share=0.02"])
 def test_meeting_at_every_step_is_bsp_of_the_same_codec(codec):
     """What a step changes is the gradient times the rate: so is the threshold."""
@@ -121,7 +121,7 @@ VOTES = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("codec", VOTES)
 def test_servers_vote_as_owners_of_stripes_do(codec):
     """As many shards as workers hold just the stripes; an even number of workers has even splits."""
@@ -133,7 +133,7 @@ def test_servers_vote_as_owners_of_stripes_do(codec):
     assert over["ps"].summary()["accuracy"] > 0.8
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "strategy",
     [

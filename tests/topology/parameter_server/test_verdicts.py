@@ -195,6 +195,7 @@ def test_a_newcomer_pulls_model_and_velocity_once() -> None:
     assert twice < received < twice + 30 * (MESSAGE + 2)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy", ["bsp ps:shards=2 sign", "bsp ps it-sign:start=3"])
 def test_a_run_resumed_from_a_checkpoint_is_the_run(strategy: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"workers": 3, "steps": 12, "optimizer": "adam:lr=0.001"}

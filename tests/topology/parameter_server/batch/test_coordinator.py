@@ -192,7 +192,7 @@ def test_portions_are_done_more_than_once_here():
     assert max(spent) > STEPS * SAMPLES // 4
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 @pytest.mark.parametrize("fault", ["counts twice", "counts late", "forgets the dead"])
 def test_a_fault_is_noticed(fault, monkeypatch):
     """Negative controls: sums that are counted twice, sums for an earlier point, portions that nobody does."""

@@ -217,7 +217,7 @@ STORIES = [(name, *story) for name in POLICIES for story in (TWO_STEPS, A_DEATH)
 STORIES += [("1-sync", 2, 2, 0, 0), ("1-sync", 2, 1, 1, 1)]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "workers", "steps", "deaths", "returns"), [*STORIES, *soaked(*SECONDS)])
 def test_every_order_of_events_ends_with_all_that_was_staged_in_one_group(name, workers, steps, deaths, returns):
     assert explore(lambda: Story(POLICIES[name](), workers, steps, deaths, returns)) > 100
