@@ -59,7 +59,7 @@ def save() -> None:
 
 def check(text: str) -> None:
     """Compare the text of an error with that of the table, by the test and the number of the error in it."""
-    test = os.environ["PYTEST_CURRENT_TEST"].rpartition(" (")[0]
+    test = _same_everywhere(os.environ["PYTEST_CURRENT_TEST"].rpartition(" (")[0])
     number = _errors[test]
     _errors[test] += 1
     text = _same_everywhere(text)
