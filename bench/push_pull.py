@@ -142,7 +142,7 @@ def in_turn(given: argparse.Namespace) -> dict[int, dict[str, list[float]]]:
     peer.start()
     join_gloo(port, 0)
     node = ProcessNode(Identity(JOB, "worker 0"), CREDENTIALS)
-    if not ours.poll(60):
+    if not ours.poll(120):
         raise SystemExit("the server did not start")
     node.directory["server 0"] = ("127.0.0.1", ours.recv())
     results = {values: measure(node, values, given.repeats) for values in sizes}

@@ -269,7 +269,7 @@ def measure(workers: int, given: argparse.Namespace, ray_at: str | None) -> dict
     peers = context.Process(target=echo, args=(store.port, workers, sizes, per_size), daemon=True)
     server.start()
     peers.start()
-    if not ours.poll(60):
+    if not ours.poll(LIMIT.total_seconds()):
         raise SystemExit("the server did not start")
     port, barrier = ours.recv(), context.Barrier(workers)
     members = [
