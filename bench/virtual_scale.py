@@ -106,7 +106,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--one", action="store_true", help="measure one pair in this process")
     parser.add_argument("--json", type=Path)
-    given = parse(parser, workers=[64, 128], strategy=["bsp"], steps=2, repeats=1)
+    given = parse(parser, workers=[500, 1000], strategy=["bsp"], steps=2, repeats=1)
     if given.one:
         print(json.dumps(measure(given.strategy[0], given.workers[0], given.steps)))
         return
