@@ -12,16 +12,12 @@ Importing this imports no torch: a name is loaded when it is first used. Type ch
 
 from __future__ import annotations
 
-import logging
 from importlib import import_module
 from typing import Any
 
 from dure import codec, partition, sync, topology
-from dure.core.text import Printable
 
 __version__ = "0.1.0"
-
-logging.getLogger("dure").addFilter(Printable())  # messages quote files, records and users' code
 
 _MEMBERS = (sync.CATALOGUE, sync.REMEDIES, topology.CATALOGUE, codec.CATALOGUE, codec.WRAPPERS, partition.CATALOGUE)
 

@@ -7,7 +7,6 @@ value in one.
 
 from __future__ import annotations
 
-import logging
 import re
 import traceback
 
@@ -74,19 +73,3 @@ def text_of(error: BaseException) -> str:
 def traceback_of(error: BaseException) -> str:
     """The traceback of an exception with its causes, printable and shortened."""
     return shortened(printable("".join(traceback.format_exception(error))), LONGEST_TRACEBACK)
-
-
-def _in_log(value: object) -> object:
-    text = text_of(value) if isinstance(value, BaseException) else value
-    return shortened(printable(text)) if isinstance(text, str) else value
-
-
-class Printable(logging.Filter):
-    """Makes texts, exceptions and tracebacks in the records of a log printable, and shortens them."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if isinstance(record.args, tuple):
-            record.args = tuple(map(_in_log, record.args))
-        if record.exc_info and record.exc_info[1] is not None:
-            record.exc_text = traceback_of(record.exc_info[1])
-        return True

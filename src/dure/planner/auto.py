@@ -8,10 +8,10 @@ mini-batches are such that all workers together have as many samples in a step a
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from dure.core.log import log
 from dure.errors import UsageError
 from dure.planner.candidates import PLAIN
 from dure.planner.deadline import Deadline
@@ -34,8 +34,6 @@ AUTO = "auto"
 
 WITHIN = 30.0
 """Real seconds for the choice, if nobody gives others."""
-
-log = logging.getLogger("dure")
 
 
 def train(job: str | Job, *, sync: Any = None, on: str | Cluster = "", within: float = WITHIN, **options: Any) -> Run:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-log = logging.getLogger("dure")
+from dure.core.log import log
 
 
 class Unwritten:

@@ -7,12 +7,12 @@ driver                        writes its own part  ----------------------> commi
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dure.core.log import log
 from dure.core.state import State
 from dure.errors import CheckpointError, RemoteError
 from dure.run import checkpoint
@@ -20,8 +20,6 @@ from dure.run import checkpoint
 if TYPE_CHECKING:
     from dure.core.node import Operation
     from dure.runtime.process.node import ProcessNode
-
-log = logging.getLogger("dure")
 
 
 class CheckpointRound:

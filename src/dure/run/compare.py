@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dure.core.extras import extra_is_there, import_extra
+from dure.core.log import log
 from dure.errors import DivergedError, UsageError
 from dure.report.unwritten import Unwritten
 from dure.run.config import FEW, CompareConfig, goal
@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from dure.run.prebuilt import Prebuilt
     from dure.run.strategy import Strategy
     from dure.runtime.virtual.cluster import Cluster
-
-
-log = logging.getLogger("dure")
 
 
 @dataclass(frozen=True, slots=True)

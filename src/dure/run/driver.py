@@ -13,7 +13,6 @@
 
 from __future__ import annotations
 
-import logging
 import secrets
 import signal
 from collections.abc import Callable, Mapping, Sequence
@@ -76,8 +75,6 @@ if TYPE_CHECKING:
 
 CLOSE_SECONDS = 2.0
 """Seconds in which processes may close their connections at the end of a run."""
-
-log = logging.getLogger("dure")
 
 
 class Driver:

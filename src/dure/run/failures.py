@@ -7,7 +7,6 @@ error that a worker reports itself ends every run, unless the failure of another
 
 from __future__ import annotations
 
-import logging
 import shlex
 import signal
 from collections.abc import Collection
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING
 from dure import errors
 from dure.core.deployment import REPLAY, SERVER, WORKER, Deployment, NodeId, WhenLost
 from dure.core.folder_names import LATEST
+from dure.core.log import log
 from dure.errors import DureError, RemoteError
 from dure.run.restart_policy import LIMIT
 
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 EXPLAIN_SECONDS = 3.0
 """Seconds to wait until the launcher knows an exit status: it needs milliseconds, unless the machine is busy."""
-
-log = logging.getLogger("dure")
 
 
 class FailureTracker:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 import signal
 from typing import TYPE_CHECKING
 
+from dure.core.log import log
 from dure.errors import DureError
 
 if TYPE_CHECKING:
     from dure.core.node import Operation, Task
     from dure.run.checkpoint_schedule import CheckpointSchedule
     from dure.runtime.launch.interruption import Interruption
-
-log = logging.getLogger("dure")
 
 
 class LastCheckpoint:

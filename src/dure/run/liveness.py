@@ -13,10 +13,10 @@ others wait for them.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from dure.core.log import log
 from dure.runtime.heartbeat import PERIOD_SECONDS, BeatPipe, Silence
 from dure.runtime.launch.fork_server import LOADER as FORK_SERVER
 from dure.runtime.launch.process_state import cpu_seconds, is_stopped
@@ -34,8 +34,6 @@ SURE_SECONDS = 2.0
 """Seconds without a heartbeat after which the processor time of a process is read."""
 
 __all__ = ["FORK_SERVER", "LivenessLimits", "LivenessMonitor"]
-
-log = logging.getLogger("dure")
 
 
 class LivenessLimits(NamedTuple):

@@ -15,7 +15,6 @@ A worker that has raised an error would raise it again, so nothing is started ag
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from dure.core.deployment import SERVER, NodeId, WhenLost
 from dure.core.folder_names import LATEST
+from dure.core.log import log
 
 if TYPE_CHECKING:
     from dure.run.setup import Setup
@@ -35,8 +35,6 @@ BACK_OFF_SECONDS = 0.5
 
 RETURN_SECONDS = 60.0
 """Seconds in which workers wait for a failed server."""
-
-log = logging.getLogger("dure")
 
 
 class RestartPolicy:

@@ -14,13 +14,13 @@
 
 from __future__ import annotations
 
-import logging
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dure.core.deployment import WhenLost
+from dure.core.log import log
 from dure.errors import DureError
 from dure.run.liveness import FORK_SERVER
 
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from dure.run.roster import ProcessRoster
     from dure.run.setup import Setup
     from dure.runtime.wire import Loss
-
-log = logging.getLogger("dure")
 
 
 @dataclass(slots=True, kw_only=True)

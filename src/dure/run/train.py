@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from dure.core.extras import import_extra
 from dure.core.folder_names import CHECKPOINTS
+from dure.core.log import log
 from dure.core.user_code import explain_user_errors
 from dure.errors import CheckpointError, DivergedError, UsageError
 from dure.job.job import Job
@@ -49,9 +49,6 @@ if TYPE_CHECKING:
 
 TENSORBOARD = "tensorboard"
 """The folder of TensorBoard's events in the folder of a run."""
-
-
-log = logging.getLogger("dure")
 
 
 def train(job: str | Job, *, sync: Any = None, on: str | Cluster = "", **options: Any) -> Run:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dure.core.finite import all_finite
+from dure.core.log import log
 from dure.core.node import Ghost
 from dure.errors import Quarantined
 
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 MOST_REFUSED = 3
 """Refused gradients in a row after which a worker is quarantined."""
-
-log = logging.getLogger("dure")
 
 
 @dataclass(slots=True)

@@ -20,7 +20,6 @@ skips the step on all of them. No residual takes it up. Residuals are in the uni
 DDP reads a hook's annotations, so here they are objects and not text.
 """
 
-import logging
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -32,13 +31,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from dure.codec.base import Codec
 from dure.codec.fp32 import Float32
+from dure.core.log import log
 from dure.errors import CheckpointError, UsageError
 from dure.run.strategy import check_joins, make, member_text
 from dure.user_loop.bucket_exchange import Gather, Groups, Span, Stripes
 from dure.user_loop.bucket_thread import BucketThread
 from dure.user_loop.lifetime import raised
-
-log = logging.getLogger("dure")
 
 _WIDE = (torch.float32, torch.float64)
 _NARROW = (torch.float16, torch.bfloat16)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING
 
 import torch
 
 from dure.core.finite import all_finite
+from dure.core.log import log
 from dure.errors import Quarantined
 from dure.sync.refusals import MOST_REFUSED
 
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from dure.job.replica import Replica
     from dure.runtime.process.node import ProcessNode
     from dure.user_loop.source import LoopSource
-
-log = logging.getLogger("dure")
 
 
 class GradientCheck:

@@ -12,13 +12,13 @@ At the end, in order or not, all connections are closed, so that no other rank w
 
 from __future__ import annotations
 
-import logging
 import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
+from dure.core.log import log
 from dure.errors import DureError, PeerLost, UsageError
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from dure.user_loop.peers import LoopCollectives
     from dure.user_loop.servers import LoopServers
 
-log = logging.getLogger("dure")
 
 LEAVE_SECONDS = 2.0
 """Time limit for a rank that fails to tell the servers."""

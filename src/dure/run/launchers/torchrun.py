@@ -13,7 +13,6 @@ ranks. With `--max-restarts` torchrun starts all of them again, and the run resu
 
 from __future__ import annotations
 
-import logging
 import shutil
 import socket
 from collections.abc import Callable, Mapping
@@ -25,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from dure.core.deployment import WORKER, NodeId
 from dure.core.folder_names import CHECKPOINTS, LATEST
+from dure.core.log import log
 from dure.core.text import sentence, text_of
 from dure.errors import DureError, PeerLost, RemoteError, UsageError
 from dure.report.run import Run, read_run
@@ -55,8 +55,6 @@ RUN_SECONDS = 10.0 * 24 * 3600
 WORD_SECONDS = 5.0
 """Time limit of a failed rank for the report of rank 0, before torchrun ends all ranks."""
 
-
-log = logging.getLogger("dure")
 
 LAUNCH = "launch"
 """File in a run's folder with the identity of its launch."""

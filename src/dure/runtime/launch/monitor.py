@@ -13,13 +13,13 @@ A connection carries no tensors, so a heartbeat does not wait for them, and no o
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from dure.core.log import log
 from dure.core.node import Reply
 from dure.core.protocol import COUNT, NODES, TEXT, TRUTH, Method, check
 from dure.errors import PeerLost, Refused, RemoteError
@@ -48,8 +48,6 @@ CONNECT_SECONDS = 5.0
 
 CLOSE_SECONDS = 0.5
 """Time limit for the other ends to close their connections."""
-
-log = logging.getLogger("dure")
 
 
 class HeartbeatCaller:

@@ -7,7 +7,6 @@ of others.
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 import time
@@ -18,6 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from dure.core.log import log
 from dure.core.node import nothing
 from dure.core.text import quoted
 from dure.errors import AlteredNote, CallTimeout, PeerLost, RemoteError, UsageError
@@ -50,8 +50,6 @@ NONCE = "nonce"
 
 _DIGITS = 9
 """Most digits of a number in the environment."""
-
-log = logging.getLogger("dure")
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from dure.core.log import log
 from dure.core.node import Call, Loop, Operation, Reply, Service
 from dure.errors import DureError, Refused, RemoteError
 
 if TYPE_CHECKING:
     import torch
-
-log = logging.getLogger("dure")
 
 
 class Dispatcher:
