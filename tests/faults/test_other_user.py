@@ -202,6 +202,7 @@ def runs(request, fork_server, tmp_path_factory):
     return calm, Observed(request.param, fork_server, folder / "attacked", attacked=attacked) if attacked else calm
 
 
+@pytest.mark.sampled(1)
 @needs_root
 def test_all_forged_actions_are_refused_and_hear_nothing_of_the_run(runs):
     found = {what: said.encode("latin1") for what, said in runs[1].attacker.found.items()}
@@ -225,6 +226,7 @@ def test_all_forged_actions_are_refused_and_hear_nothing_of_the_run(runs):
     assert driver.node.wire.damaged + driver.node.wire.refused >= 2 * 4
 
 
+@pytest.mark.sampled(1)
 @needs_root
 def test_an_attacked_run_has_the_result_of_an_undisturbed_one(runs):
     calm, attacked = (each.outcome for each in runs)

@@ -64,6 +64,7 @@ def virtual(job, strategy, **options):
     )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy", LOCAL)
 def test_one_nan_is_refused_and_its_worker_goes_on(strategy, fork_server):
     trial, outcome = local(fork_server, "one_nan", strategy)
@@ -138,6 +139,7 @@ def test_a_comparison_keeps_the_rows_of_runs_that_diverge(tmp_path, capsys):
     assert ">diverged<" in (tmp_path / "x.html").read_text()
 
 
+@pytest.mark.long
 def test_the_command_fails_if_all_that_it_trains_diverges(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     options = [f"{JOBS}:evaluation_of_nan", "--on", "virtual", "--workers", "1", "--steps", "1", "--strategy", "bsp"]

@@ -99,6 +99,7 @@ def how(gradient_engine):
     return decision
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", [*CHAINS, *OTHERS])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-12)])
 def test_together_equals_alone_equals_autograd(name, dtype, tolerance):

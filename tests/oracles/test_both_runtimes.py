@@ -24,7 +24,7 @@ def check(job: str, strategy: str, fork_server: ForkServer, **options: Any) -> N
     assert real.rows[-1]["loss"] == pytest.approx(modelled.rows[-1]["loss"], rel=1e-5)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("strategy", "workers", "dtype", "optimizer"),
     [

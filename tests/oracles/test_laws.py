@@ -41,7 +41,7 @@ def test_every_method_has_a_law():
     assert {remedy for law in LAWS for remedy in law.remedies} == set(catalogue(REMEDY))
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("law", representatives(LAWS), ids=str)
 def test_it_learns_though_one_worker_is_slow(law):
     run = virtual("digits-mlp", law.strategy, one_slow(), steps=law.steps, **law.options)
@@ -99,6 +99,7 @@ def test_time_does_not_depend_on_the_values(law):
 # ---- workers that die, stand still, or come late
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("law", representatives(SURVIVORS), ids=str)
 def test_in_virtual_time_workers_come_and_go(law):
     """One dies and comes back, one stands still for a while, one is there only from later on."""

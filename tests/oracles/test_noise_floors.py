@@ -67,6 +67,7 @@ def exponential(workers: int) -> Cluster:
     return Cluster(machines=(machines,), link=Link(bandwidth=1e15, latency=1e-9), alpha=0.0, beta=0.0, gamma=0.0)
 
 
+@pytest.mark.long
 def test_asynchronous_is_faster_at_first_and_synchronous_comes_nearer():
     """At one rate: K - async makes H_K times as many updates in a second, of K times the variance, and stale."""
     q, workers = 0.2, 4

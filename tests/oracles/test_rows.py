@@ -206,6 +206,7 @@ def test_rows_of_processes_are_those_of_virtual_time(strategy, fork_server):
     assert triples(run) == triples(virtual(square(2), strategy, uneven(workers=2), steps=STEPS, eval_every=2))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("strategy", "divisor"),
     [("downpour:n_push=3 ps", 1), ("k-async:k=1", 1), ("ad-psgd", 2), ("hogbatch:batch=3,scale=sum", 1)],

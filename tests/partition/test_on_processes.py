@@ -126,6 +126,7 @@ def test_a_worker_does_not_finish_before_its_last_message_is_fetched(fork_server
 # ---- checkpoints
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "partition",
     [

@@ -55,6 +55,7 @@ def test_apex_with_one_actor_and_uniform_draws_is_dqn_in_one_process(alone):
     assert torch.equal(virtual(job, "bsp collective", steps=200, batch_size=32, **RUN).params, alone)
 
 
+@pytest.mark.long
 def test_actor_replay_and_learner_in_processes_of_their_own_are_dqn_in_one_process(alone):
     assert torch.equal(local(f"{JOBS}:lockstep", "bsp collective", steps=200, **RUN).params, alone)
 
