@@ -13,7 +13,6 @@ Importing this imports no torch: a name is loaded when it is first used. Type ch
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
 
 from dure import codec, partition, sync, topology
 
@@ -53,7 +52,7 @@ _HOMES = {
 __all__ = sorted(_HOMES)
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"dure has no {name!r}; it has {', '.join(__all__)}")
     return getattr(import_module(_HOMES[name]), name)
