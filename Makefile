@@ -1,10 +1,10 @@
 # make demo   train the digits job under four methods, for real and in virtual time
 # make test   what must hold before a commit, in minutes
-# make all    everything that must hold, whole products of tests included, in about an hour
+# make all    everything that must hold, whole products of tests included
 # make soak   tests that take hours together
 # make accelerator   build the device of tests/accelerator, where there is a C++ compiler
 # make test-gpu   the checks of docs/gpu.md that need a GPU and measure no speed
-# make bench  dure beside its peers, in about an hour; the table of docs/benchmarks.md
+# make bench  dure beside its peers; the table of docs/benchmarks.md
 # make bench-model  plans, networks, time to accuracy and returns against real runs, in hours
 # make quick  a part of it for every day, in under two minutes
 PYTHON ?= python3

@@ -49,7 +49,7 @@ RATIOS: dict[str, str] = {
     "virtual_run": "--repeats 15 --steps 60",
     "virtual_kernel": "--repeats 15 --steps 10000 --events 100000",
 }
-"""The scripts, and options with which all of them take about an hour, with 15 pairs or more for each ratio."""
+"""The scripts, and options that are chosen for an hour together, with 15 pairs or more for each ratio."""
 
 MODEL = (
     "virtual_network",

@@ -81,7 +81,7 @@ def main() -> None:
 
 
 def in_a_fork(name: str) -> dict[str, Any]:
-    """What `plan` returns in a forked process. Raises `SystemExit` if that fails."""
+    """The result of `plan` in a forked process. Raises `SystemExit` if that fails."""
     source, sink = os.pipe()
     child = os.fork()
     if child == 0:

@@ -87,7 +87,7 @@ def test_all_ratios_in_smoke_form_writes_rows_and_no_docs(tmp_path):
 
 
 def imported(path):
-    """What a script imports from dure and its distributions, as (module, name)."""
+    """The imports of a script from dure and its distributions, as (module, name)."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0].startswith("dure"):
             yield from ((node.module, alias.name) for alias in node.names)

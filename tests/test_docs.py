@@ -64,7 +64,7 @@ if __name__ == "__main__":
 
 @pytest.fixture(scope="module")
 def raised_by(tmp_path_factory, request):
-    """What each block of a test that was asked for raised: all run in one process, in folders and namespaces of their
+    """The error of each block whose test was asked for: all run in one process, in folders and namespaces of their
     own, so that torch is imported once."""
     asked = [item.callspec.params for item in request.session.items if "raised_by" in getattr(item, "fixturenames", ())]
     folders = {}

@@ -1,4 +1,4 @@
-"""What needs a package of an extra names it before a run starts, and the core needs none."""
+"""A command that needs a package of an extra names it before a run starts; the core needs none."""
 
 import json
 import sys

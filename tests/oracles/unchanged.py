@@ -129,7 +129,7 @@ CASES = {
     "other": [*SPLIT.items(), *REINFORCEMENT.items()],
     "crashes": CRASHES,
 }
-"""What both checkouts run from the beginning, by the names that `PROGRAM` has for them."""
+"""The cases that both checkouts run from the beginning, by the names that `PROGRAM` has for them."""
 
 PROGRAM = '''
 import json, sys

@@ -29,7 +29,7 @@ PLACES = (
     (re.compile(r"0x[0-9a-f]{6,}"), "ADDRESS"),
     (re.compile(r"127\.0\.0\.1:\d+"), "127.0.0.1:PORT"),
 )
-"""What differs between machines and runs."""
+"""Parts of a text that differ between machines and runs, and their names."""
 
 writes = False
 """Whether the texts of this run are written, rather than compared."""

@@ -56,7 +56,7 @@ def torchrun(*arguments, timeout=180):
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory, request):
-    """What every case of `support/attached.py` gave, by rank; without the long ones in `make test`."""
+    """The results of the cases of `support/attached.py`, by rank; without the long ones in `make test`."""
     cases = sorted(name.removeprefix("case_") for name in vars(attached) if name.startswith("case_"))
     if "not long" in request.config.option.markexpr:
         cases = [name for name in cases if name not in attached.LONG]

@@ -9,7 +9,7 @@
     all-to-all         all vectors to all ranks       all to all              `all_to_all`
 
 All broadcast down a tree, and meet at a barrier by dissemination. Only the ring has a reduce_scatter of its own; with
-the others each rank keeps its slice of an all_reduce. What each costs: `docs/topologies/collective.md`.
+the others each rank keeps its slice of an all_reduce. Their costs: `docs/topologies/collective.md`.
 """
 
 from __future__ import annotations
