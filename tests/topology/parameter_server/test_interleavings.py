@@ -15,7 +15,6 @@ import pytest
 import torch
 from support.nodes import Channel, World
 from support.purposes import soaked
-from support.wording import raising
 
 from dure.core.node import Address, Ghost
 from dure.errors import Superseded
@@ -225,5 +224,5 @@ def test_shards_agree_whatever_the_order(name: str) -> None:
 
 
 def test_the_explorer_sees_that_updates_without_order_disagree() -> None:
-    with raising(AssertionError, "disagree"):
+    with pytest.raises(AssertionError, match="disagree"):
         explore(lambda: Play(lambda: Bounded(0), ordered=False))
