@@ -27,8 +27,8 @@ def kind(item):
     return "documents" if item.path.name == "test_docs.py" else "tests"
 
 
-SHARED = ("ranks", "raised_by", "pair", "three")
-"""Fixtures that take half a minute: the tests that use one of them run in one process."""
+SHARED = ("ranks", "raised_by", "pair", "three", "raced")
+"""Fixtures that take many seconds: the tests that use one of them run in one process."""
 
 
 @pytest.fixture(scope="session")
@@ -52,6 +52,7 @@ def sample(items):
                 item.add_marker(pytest.mark.long)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist writes the groups into the names of tests
 def pytest_collection_modifyitems(items):
     sample(items)
     for item in items:

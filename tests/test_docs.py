@@ -92,7 +92,7 @@ def test_python_blocks_run(page, index, raised_by):
     assert raised_by[page, index] == ""
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 @pytest.mark.parametrize(
     "example",
     [

@@ -1,6 +1,7 @@
 """Names that messages and pages advise exist: those behind `replica.`, `dure.` and `hook.` in the package's strings."""
 
 import ast
+import functools
 import importlib
 import re
 from pathlib import Path
@@ -16,6 +17,7 @@ from dure.user_loop.ddp_hook import Hook
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "dure"
 STUDIES = ROOT / "studies" / "src"
+pytestmark = pytest.mark.xdist_group("messages")  # one process reads the pages
 NAMED = re.compile(r"(?<![\w./-])(replica|dure|hook)\.([A-Za-z_]\w*)")
 
 
@@ -60,6 +62,7 @@ def strings(path):
     return [node.value for node in constants if isinstance(node.value, str)]
 
 
+@functools.cache
 def pages():
     """Text by file: messages of the package, and the pages and docstrings that are about a user's own loop."""
     found = {path: "\n".join(strings(path)) for path in sorted([*SOURCE.rglob("*.py"), *STUDIES.rglob("*.py")])}

@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "dure"
 STUDIES = ROOT / "studies" / "src" / "dure_studies"
 FILES = sorted([*SOURCE.rglob("*.py"), *STUDIES.rglob("*.py")])
+pytestmark = pytest.mark.xdist_group("tree")  # one process parses the files
 TIMED = (
     "runtime/",
     "codec/timing.py",

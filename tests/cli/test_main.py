@@ -57,7 +57,7 @@ def refused(*arguments, dure=here, **options):
 
 
 def test_methods_lists_every_axis_as_a_table():
-    done = dure("methods")
+    done = here("methods")
     assert done.returncode == 0
     for name in ("bsp", "averaging", "downpour", "ssp", "ps", "collective", "fp32", "none"):
         assert f" {name} " in done.stdout

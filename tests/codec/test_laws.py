@@ -82,7 +82,7 @@ def test_messages_are_bytes_within_their_bound_and_decode(name, values):
     torch.testing.assert_close(added, 1 - 2 * out, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", FED_BACK)
 @settings(max_examples=20, deadline=None)
 @given(data=st.data(), numel=st.integers(0, 60))

@@ -32,7 +32,7 @@ def both(method: str, codec: str) -> tuple[tuple[float, int], tuple[float, int]]
     return real, figures(f"{method} {codec}", timing_only=True)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("codec", FIXED)
 @pytest.mark.parametrize("method", METHODS)
 def test_messages_of_a_fixed_length_are_exact(method, codec):

@@ -31,7 +31,7 @@ def test_a_mapping_that_is_none_is_no_yaml(text):
         read_yaml(text)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 @pytest.mark.parametrize("text", ["[" * 10_000, "{a: " * 5000], ids=["lists", "mappings"])
 def test_what_is_nested_too_deep_is_no_yaml(text):
     with raising(yaml.YAMLError, "nested"):

@@ -65,7 +65,7 @@ def test_a_record_that_is_none_is_named(runs, name, content, capsys):
     assert str(runs / "virtual" / name) in said(1, ["report", runs / "virtual", "--out", runs / "r.html"], capsys)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", ["summary.json", "history.jsonl"])
 @pytest.mark.parametrize("kind", ["pipe", "folder"])
@@ -135,6 +135,7 @@ def test_a_trace_that_is_none_is_named(tmp_path):
 CONTROLS = "\x1b[31m\x1b]0;title\x07\r\u202e\x9b2J"
 
 
+@pytest.mark.long
 def test_control_characters_of_a_record_do_not_reach_the_terminal(runs, capsys):
     for name in ("config.json", "summary.json"):
         path = runs / "virtual" / name

@@ -56,6 +56,7 @@ def test_a_worker_that_stands_still_is_left_behind_refused_and_taken_in_again(st
     assert outcome.history[-1]["accuracy"] > 0.9
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy", ["bsp ps", "ssp:bound=2 ps"])
 def test_a_worker_that_stands_still_for_less_is_waited_for(strategy):
     segment, outcome = run(strategy, pause=4.0)
@@ -71,7 +72,7 @@ def test_nobody_is_evicted_where_nobody_waits():
     assert len(segment.shards[0].updater.log) == 3 * STEPS
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy", ["bsp ps:shards=2", "ssp ps"])
 @pytest.mark.parametrize("compute", [STEADY, ShiftedExponential(seconds=0.2)])
 def test_being_watched_changes_no_run_in_which_nobody_stands_still(strategy, compute):

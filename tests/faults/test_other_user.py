@@ -261,6 +261,7 @@ def test_the_key_is_in_no_argument_no_variable_and_no_file(runs, capfd):
     assert key.hex() not in repr(run.trial.driver.credentials)
 
 
+@pytest.mark.long
 @needs_root
 @pytest.mark.parametrize(
     ("seconds", "steps", "floods", "warn_after"),

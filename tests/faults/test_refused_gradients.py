@@ -76,6 +76,7 @@ def test_one_nan_is_refused_and_its_worker_goes_on(strategy, fork_server):
     assert all_finite(outcome.params)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy", LOCAL)
 def test_three_in_a_row_put_a_worker_out_or_end_the_run(strategy, fork_server):
     why = r"the gradients of worker 1 hold NaN or infinity in 3 steps in a row, the last of them step 2"
@@ -92,7 +93,7 @@ def test_three_in_a_row_put_a_worker_out_or_end_the_run(strategy, fork_server):
     assert trial.driver.roster.finished["worker 0"]["done"] == 60
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("strategy", VIRTUAL)
 def test_one_nan_is_refused_in_virtual_time(strategy):
     run = virtual("one_nan", strategy)
@@ -163,6 +164,7 @@ def test_a_comparison_of_processes_keeps_the_row_of_nan(fork_server, tmp_path):
     assert [math.isnan(row["loss"]) for row in run.history] == [True]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("strategy", VIRTUAL)
 def test_three_in_a_row_in_virtual_time(strategy):
     if strategy in NEEDED:
@@ -199,6 +201,7 @@ def test_a_void_step_moves_no_momentum():
         assert params == shorter
 
 
+@pytest.mark.long
 def test_the_exit_status_and_the_last_line_say_who_has_not_done_its_work(capfd):
     arguments = ["train", f"{JOBS}:one_worker_of_nan", "--strategy", "downpour ps", "--workers", "2", "--steps", "60"]
     assert main([*arguments, "--on", "local", "--json"]) == 3

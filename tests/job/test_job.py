@@ -54,6 +54,7 @@ def job_file(tmp_path: Path) -> Path:
     return tmp_path / "mine.py"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", OF_DATA)
 def test_built_in_jobs_are_whole_and_learn(name: str) -> None:
     is_whole_and_learns(name, OPTIMIZERS.get(name, "sgd"))

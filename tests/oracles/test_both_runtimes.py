@@ -24,7 +24,7 @@ def check(job: str, strategy: str, fork_server: ForkServer, **options: Any) -> N
     assert real.rows[-1]["loss"] == pytest.approx(modelled.rows[-1]["loss"], rel=1e-5)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("strategy", "workers", "dtype", "optimizer"),
     [
@@ -43,12 +43,13 @@ def test_digits(strategy, workers, dtype, optimizer, fork_server):
     check("digits-mlp", strategy, fork_server, steps=8, **options)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy", ["bsp collective", "averaging:period=2 ps:shards=3,split=memory"])
 def test_quadratic(strategy, fork_server):
     check("quadratic", strategy, fork_server, workers=2, steps=7, dtype="float64")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("strategy", "shards"), [("bsp", 0), ("bsp", 1), ("bsp", 2), ("bsp", 3)])
 def test_real_bsp_is_one_worker_with_the_whole_batch(strategy, shards, fork_server):
     """On processes as in virtual time: over collectives, and over one to three servers of either split."""

@@ -284,11 +284,13 @@ def check(strategy, name):
         assert abs(difference(strategy, *scene, **rest)) <= error, (strategy, name)
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("strategy", KINDS)
 def test_a_timing_is_its_closed_form(strategy):
     check(strategy, "free network")
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", CLUSTERS)
 def test_a_timing_on_other_clusters_is_its_closed_form(name):
     for strategy in ("bsp", "bsp ps:shards=2", "downpour ps:shards=2"):

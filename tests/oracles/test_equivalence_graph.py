@@ -149,7 +149,7 @@ def trained(strategy: str, cluster: Cluster, **options: Any) -> Tensor:
     return virtual(bowl_of_many(), strategy, cluster, **given).params
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("edge", GRAPH, ids=lambda edge: edge.name)
 def test_the_same_algorithm_under_several_names(edge):
     found = {}
@@ -198,7 +198,7 @@ STRANGERS = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("pair", STRANGERS, ids=lambda pair: pair.name)
 def test_what_looks_alike_and_is_not(pair):
     one, other = (trained(strategy, pair.cluster(K), **pair.options) for strategy in (pair.one, pair.other))

@@ -76,7 +76,7 @@ def alone(batch_size: int, dtype: str, optimizer: str) -> Tensor:
     return torch.nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 @pytest.mark.parametrize("workers", [2, 3, 4])
@@ -151,7 +151,7 @@ def test_averaging_over_servers_is_averaging_over_collectives(steps):
 # ---- servers: neither their number nor the cut changes a bit
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum:nesterov=true,weight_decay=0.01", "adagrad", "adam"])
 @pytest.mark.parametrize("sync", ["bsp", "ssp:bound=2", "downpour", "averaging:period=2"])
 def test_results_do_not_depend_on_the_shards(sync, optimizer):
@@ -239,7 +239,7 @@ def test_on_a_common_bowl_the_mean_of_local_models_is_the_bsp_trajectory(period,
     assert distance(averaged.params, virtual("quadratic", "bsp", **options).params) < 1e-12
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("topology", ["collective", "ps"])
 @pytest.mark.parametrize(("period", "fixed_point"), [(1, 0.5), (2, 0.80508), (5, 1.45268), (50, 2.49354)])
 def test_on_different_bowls_averaging_has_a_fixed_point_of_its_own(period, fixed_point, topology):

@@ -125,7 +125,7 @@ def test_an_epoch_of_a_stream_is_a_pass_over_its_tokens():
     assert run.summary()["steps"] == -(-2 * 24 // 8)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["dataset", "named", "model", "batchified"])
 @pytest.mark.parametrize("strategy", ["bsp ps", "downpour:n_push=2"])
 def test_a_resumed_run_reads_what_the_uninterrupted_one_reads(name, strategy, tmp_path):

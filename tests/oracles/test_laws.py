@@ -41,7 +41,7 @@ def test_every_method_has_a_law():
     assert {remedy for law in LAWS for remedy in law.remedies} == set(catalogue(REMEDY))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("law", representatives(LAWS), ids=str)
 def test_it_learns_though_one_worker_is_slow(law):
     run = virtual("digits-mlp", law.strategy, one_slow(), steps=law.steps, **law.options)
@@ -49,7 +49,7 @@ def test_it_learns_though_one_worker_is_slow(law):
     assert run.summary["samples"] > 0
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("law", representatives(LAWS), ids=str)
 def test_it_learns_on_processes(law, fork_server):
     run = local("digits-mlp", law.strategy, fork_server=fork_server, workers=2, steps=law.steps, **law.options)
@@ -57,7 +57,7 @@ def test_it_learns_on_processes(law, fork_server):
     assert [steps_of(run, rank) > 0 for rank in range(2)] == [True, True]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("law", representatives(LAWS), ids=str)
 def test_stopped_at_any_checkpoint_and_resumed_it_is_the_run_that_was_not(law, tmp_path):
     options = dict(law.options)
@@ -128,7 +128,7 @@ def test_in_virtual_time_a_pause_is_waited_for_and_a_death_ends_the_run(law):
         virtual("digits-mlp", law.strategy, crash, steps=60, **law.options)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("law", representatives(SURVIVORS), ids=str)
 def test_a_killed_process_is_outlived_and_a_newcomer_takes_part(law, fork_server, tmp_path):
     """Three processes: one is killed, and started again; the others hardly move until it has made a step."""
@@ -164,6 +164,7 @@ def swap(path: Path, text: str) -> None:
     draft.replace(path)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("law", representatives(DEPENDENTS), ids=str)
 def test_a_killed_process_ends_a_run_that_needs_all_workers(law, fork_server):
     trial = Trial(configured("digits-mlp", law.strategy, workers=3, steps=100_000, **law.options))

@@ -51,7 +51,7 @@ def test_closed_forms():
     assert floor(q, delay=1) == pytest.approx(q * (1 + q) / ((1 - q) * (2 + q)))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("workers", [1, 2, 4])
 @pytest.mark.parametrize("strategy", ["downpour ps", "hogwild", "k-batch-async:k=1 ps"])
 def test_the_floor_of_a_constant_rate_grows_with_the_number_of_asynchronous_workers(strategy, workers):

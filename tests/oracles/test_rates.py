@@ -23,7 +23,7 @@ TOGETHER: dict[str, Any] = {"workers": 3, "batch_sizes": SIZES, "steps": 12}
 OVER = ["collective", "collective:algorithm=ring", "ps", "ps:shards=3,split=memory", "ps:shards=2,split=layer"]
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("topology", OVER)
 def test_bsp_is_pytorch_on_the_whole_batch(kind, topology):
@@ -59,7 +59,7 @@ ALONE = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("strategy", ALONE)
 def test_one_worker_of_any_method_is_pytorch(strategy):
     """A server, a worker or a shared memory steps each group by the rate of the worker's step."""

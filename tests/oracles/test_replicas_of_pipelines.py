@@ -287,6 +287,7 @@ RESUMED = [
 ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("partition", [GPIPE, *soaked("pipedream:stages=2")])
 @pytest.mark.parametrize("strategy", RESUMED)
 def test_resumed_is_uninterrupted(strategy, partition, tmp_path):

@@ -23,7 +23,7 @@ def test_every_topology_is_here():
     assert RUNS.keys() == catalogue("topology").keys()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("topology", RUNS)
 def test_a_run_on_processes(topology, fork_server):
     job, strategy = RUNS[topology]

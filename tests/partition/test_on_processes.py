@@ -73,6 +73,7 @@ def stages(partition):
     return int(partition.partition("stages=")[2].partition(",")[0])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("partition", [*PARTITIONS[1::2], *soaked(*PARTITIONS[0::2], *ASYNCHRONOUS)])
 @pytest.mark.parametrize("job", ["normed", *soaked("plain", "normed_first", "normed_last")])
 def test_a_pipeline_on_processes_is_the_virtual_one_bit_for_bit(job, partition, fork_server):

@@ -153,7 +153,7 @@ def test_gpipe_and_1f1b_take_the_same_time_and_1f1b_keeps_less(stages: int) -> N
             assert sets(in_turn) == [min(micro, stages - rank) for rank in range(stages)]
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("stages", STAGES)
 def test_interleaved_divides_the_bubble_by_the_chunks(stages: int) -> None:
     for micro in COUNTS:
@@ -180,7 +180,7 @@ def test_interleaved_with_one_chunk_orders_a_worker_like_1f1b_with_more_forwards
     assert list(orders.interleaved(3, 4, 1, 8, range(2))) == list(orders.one_f_one_b(3, 4, 8, range(2)))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stages", STAGES)
 def test_zb_h1_leaves_a_part_of_the_bubble_and_keeps_as_much_as_1f1b_at_its_first_stage(stages: int) -> None:
     for micro in COUNTS:

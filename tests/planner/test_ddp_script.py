@@ -47,6 +47,7 @@ def job():
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_the_script_of_a_plan_trains_as_bsp_does(tmp_path, ranks):
     (tmp_path / "own.py").write_text(JOB)

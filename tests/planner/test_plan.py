@@ -36,6 +36,7 @@ def cluster(count=4, bandwidth=1e9, **machine):
     return Cluster(machines=kinds, link=Link(bandwidth=bandwidth, latency=1e-4))
 
 
+@pytest.mark.long
 def test_plain_data_parallelism_is_the_answer_on_a_fast_network_with_a_script(tmp_path, capsys):
     file = tmp_path / "fast.yaml"
     file.write_text("machines: [{count: 2, compute: {flops_per_second: 1e8}}]\nlink: {bandwidth: 100 Gbit/s}\n")
@@ -202,6 +203,7 @@ def test_a_plan_never_holds_the_values_of_a_large_model():
     assert plan(job, on=Cluster.uniform(2), within=1).scene.model.replica.numel > LARGE
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("workers", "cautioned"), [(2, False), (3, True)])
 def test_more_workers_than_cores_are_cautioned_of(workers, cautioned):
     one_machine = Cluster(machines=[Machines(count=workers)], host=SharedHost(cores=2))

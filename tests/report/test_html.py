@@ -79,6 +79,7 @@ def test_the_page_says_which_time_it_is(made):
     assert "No ratio is taken" in both
 
 
+@pytest.mark.long
 def test_the_first_to_the_target_is_named(made):
     text = Outline(page([made("bsp"), made("ssp:bound=3", seconds=4)])).text
     assert "ssp:bound=3 reached 95 % test accuracy after 4.00 s of virtual time, 2.5 times as fast as bsp." in text

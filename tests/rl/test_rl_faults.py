@@ -95,6 +95,7 @@ def kill_once(name, after):
     return act
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("victim", ["replay 0", *soaked("worker 0")])
 def test_a_run_goes_back_to_its_checkpoint_with_the_replay_of_that_time(fork_server, victim, tmp_path, caplog):
     one = trial("walk", steps=300, checkpoint_every=100, out=tmp_path)

@@ -105,6 +105,7 @@ def test_bundles_on_schedules_of_their_own_make_an_update_of_each_gradient():
     assert run.summary["staleness"]["histogram"] == {"0": 40, "1": 40, "2": 40}, "they pull together, and push in turn"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("strategy", "most"), [("downpour ps:shards=2", 3 * 40), ("bsp ps", 40)])
 def test_the_lag_of_parameters_counts_the_updates_of_all_learners(strategy, most):
     """The first transitions are of version 0, and the last batches have some of them."""
@@ -152,6 +153,7 @@ def test_continuous_actions_are_learnt():
     assert experience(run)["replay"]["samples"] >= 40 * 16
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", [{}, {"checkpoint_every": 30, "out": "unused"}], ids=["", "checkpoints"])
 def test_the_frames_of_an_actor_that_crashed_for_ever_are_not_awaited(options):
     job = many_actors(actors=3, frames=300, samples_per_insert=8.0)
@@ -171,6 +173,7 @@ def test_an_actor_that_crashed_joins_again_and_one_that_was_absent_comes():
     assert len(set(frames)) == 3
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("kind", "acting"), [("crash", 2), ("join", 3)])
 def test_an_actor_stays_lost_or_there_after_a_checkpoint(kind, acting):
     """Each acting actor makes a step in a millisecond, and waits a little for parameters and insertions."""
@@ -179,6 +182,7 @@ def test_an_actor_stays_lost_or_there_after_a_checkpoint(kind, acting):
     assert acting - 0.8 < experience(run)["frames"] / (run.seconds / 1e-3) < acting + 0.2
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("worker", [1, 2])
 def test_a_bundle_whose_learner_crashes_is_missed_by_no_other(worker):
     run = ran(bundles(), "downpour ps", Event(at=0.08, kind="crash", worker=worker), workers=3)
@@ -202,7 +206,7 @@ def test_a_bundle_whose_learner_joins_later_learns():
 # ---- checkpoints
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("job", "strategy", "workers"),
     [

@@ -106,6 +106,7 @@ def test_in_which_order_workers_were_counted_makes_no_difference() -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy", ["bsp collective 1bit", "bsp ps:shards=2 1bit"])
 def test_after_a_real_run_the_codec_is_measured(strategy: str, fork_server: ForkServer) -> None:
     run = recorded("digits-mlp", strategy, fork_server, workers=2, steps=3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 from support.wording import raising
 
 import dure
@@ -17,6 +18,7 @@ def compared(folder: Path, *strategies: str, **options: Any) -> list[str]:
     return [run.summary()["strategy"]["sync"] for run in found.runs]
 
 
+@pytest.mark.long
 def test_strategies_are_given_one_by_one_or_by_name(tmp_path: Path) -> None:
     both = ["bsp", "ssp:bound=3"]
     assert compared(tmp_path, *both) == compared(tmp_path, strategies=both) == both

@@ -268,29 +268,27 @@ def family(process, size):
 
 
 @pytest.mark.alone
-def test_no_end_of_the_launcher_leaves_processes_behind():
-    ends = {
-        signal.SIGKILL: command("--sync", "ssp", "--topology", "ps:shards=2"),
-        signal.SIGTERM: command("--sync", "bsp"),
-        signal.SIGINT: command("--sync", "ssp"),
-    }
-    families = {number: family(process, {"K": 5, "T": 3, "I": 4}[number.name[3]]) for number, process in ends.items()}
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(
+    ("number", "strategy", "size", "status", "last"),
+    [
+        (signal.SIGTERM, ("--sync", "bsp"), 3, 143, ["dure: terminated"]),
+        (signal.SIGINT, ("--sync", "ssp"), 4, 130, ["dure: interrupted"]),
+        (signal.SIGKILL, ("--sync", "ssp", "--topology", "ps:shards=2"), 5, -9, []),
+    ],
+)
+def test_no_end_of_the_launcher_leaves_processes_behind(number, strategy, size, status, last):
+    process = command(*strategy)
+    processes = family(process, size)
     time.sleep(0.5)
-    said = {}
-    for number, process in ends.items():
-        started = time.monotonic()
-        process.send_signal(number)
-        said[number] = process.communicate(timeout=LATEST)[1]
-        assert gone_within(families[number], 5), f"{number.name} left somebody behind"
-        assert time.monotonic() - started < 8
-    assert {number: process.returncode for number, process in ends.items()} == {
-        signal.SIGKILL: -9,
-        signal.SIGTERM: 143,
-        signal.SIGINT: 130,
-    }
-    assert said[signal.SIGTERM].splitlines()[-1] == "dure: terminated"
-    assert said[signal.SIGINT].splitlines()[-1] == "dure: interrupted"
-    assert "Traceback" not in "".join(said.values())
+    started = time.monotonic()
+    process.send_signal(number)
+    said = process.communicate(timeout=LATEST)[1]
+    assert gone_within(processes, 5), f"{number.name} left somebody behind"
+    assert time.monotonic() - started < 8
+    assert process.returncode == status
+    assert said.splitlines()[-1:] == last
+    assert "Traceback" not in said
 
 
 @pytest.mark.long

@@ -64,6 +64,7 @@ def test_sigterm_leaves_a_checkpoint_of_all_processes(strategy, fork_server, tmp
     assert not trial.setup.lockstep or clocks == {left.step}
 
 
+@pytest.mark.long
 @pytest.mark.alone  # a busy machine needs more steps to agree on one to stop at
 def test_a_run_that_is_resumed_after_sigterm_ends_as_if_undisturbed(fork_server, tmp_path):
     options = {"workers": 2, "steps": 4000, "checkpoint_every": FAR}

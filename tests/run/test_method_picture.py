@@ -22,7 +22,7 @@ def computations(drawn: TimePicture) -> dict[str, list[Cell]]:
     return {name: [cell for cell in cells if cell.kind == COMPUTE] for name, cells in drawn.rows.items()}
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("method", sorted(catalogue("sync")))
 def test_every_method_has_a_picture(method):
     drawn = picture(method)

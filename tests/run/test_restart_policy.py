@@ -149,6 +149,7 @@ def test_workers_follow_verdicts_after_a_server_or_a_worker_was_killed(victim, l
     assert all(brought[0] == "model" and set(brought[2:]) == {"verdict"} for brought in late)
 
 
+@pytest.mark.long
 @pytest.mark.alone  # beside other tests the kill may come in the last steps
 @pytest.mark.parametrize("partition", ["pipedream:stages=2", *soaked("1f1b:stages=2,micro=2")])
 def test_a_worker_of_a_pipeline_takes_everybody_back(partition, tmp_path, fork_server):

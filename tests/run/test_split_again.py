@@ -106,6 +106,7 @@ def test_another_number_of_copies_is_refused(tmp_path):
     assert said.endswith(f"partition={pairs(4)} cannot change that: leave it out.")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("strategy", "partition"),
     [

@@ -167,7 +167,7 @@ def test_buffers_without_values_have_their_size(strategy, tmp_path):
     assert run("timed", timing_only=True) == run("real")
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 @pytest.mark.parametrize(("workers", "steps"), [(64, 10), (300, 2)])
 def test_many_workers_without_gradients_take_the_same_time(workers, steps):
     job = load_job("digits-mlp", hidden=8)
@@ -674,6 +674,7 @@ def test_servers_beside_workers_are_on_the_workers_hosts() -> None:
         assert counters.bytes_local == pytest.approx(counters.bytes_sent, rel=0.1)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "workers", "strategy"),
     [

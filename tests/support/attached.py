@@ -34,8 +34,19 @@ CHANNELS_LAST = ("bsp", "bsp ps")
 OVERFLOWING = ("bsp", "averaging:period=5", f"averaging:period=5 {RING.split()[1]}")
 ALL = ("bsp", "averaging:period=3", "downpour", "ssp:bound=3", "bsp ps", "averaging:period=3 ps", RING)
 
-LONG = ("adversaries", "beside_ddp", "channels_last", "constants", "groups", "learns", "uneven", "uneven_whole")
-"""Cases that start servers several times, or train for epochs: for `make all`."""
+LONG = (
+    "adversaries",
+    "beside_ddp",
+    "channels_last",
+    "constants",
+    "groups",
+    "learns",
+    "other_fails",
+    "owner_fails",
+    "uneven",
+    "uneven_whole",
+)
+"""Cases that start servers several times, train for epochs, or wait for seconds: for `make all`."""
 
 
 def model(seed=0):

@@ -40,7 +40,7 @@ def uneven(*events: Event, link: Link = Link()) -> Cluster:  # noqa: B008
     return Cluster(machines=(Machines(count=6, compute=compute),), events=events, link=link)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 @pytest.mark.parametrize("graph", GRAPHS)
 @pytest.mark.parametrize("cluster", [uneven(), uneven(link=Link(latency=0.02)), Cluster.uniform(6)])
 def test_without_gradients_the_mean_stays_and_all_come_to_it(graph, cluster):
@@ -133,6 +133,7 @@ def test_snapshots_are_taken_on_the_way(fork_server):
     assert run.outcome.history[-1]["accuracy"] > 0.7
 
 
+@pytest.mark.long
 def test_averaging_is_what_keeps_them_together():
     """On bowls of different places each would come to its own; together they stay near the mean of all places."""
     job = bowls([(1.0, float(place)) for place in (8, -2, 1, 5)], lr=0.05)
@@ -204,7 +205,7 @@ def test_a_newcomer_begins_as_a_copy_of_a_neighbor_at_its_clock():
     assert segment.workers[2].peer.averaged > 5
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", range(4))
 def test_workers_that_come_and_go_all_the_time(seed):
     moments = torch.rand(12, generator=torch.Generator().manual_seed(seed)).sort().values.tolist()

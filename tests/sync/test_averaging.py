@@ -301,6 +301,7 @@ def test_at_infinite_temperature_all_count_alike():
     assert float((one.params - other.params).abs().max()) < 1e-15
 
 
+@pytest.mark.long
 def test_curvatures_as_weights_recover_the_optimum(monkeypatch):
     """Each worker at its own optimum after a long period: sum of a_k (b_k / a_k) / sum of a_k is the true one."""
 

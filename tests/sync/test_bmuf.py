@@ -119,6 +119,7 @@ def test_the_two_momenta_differ():
     assert distance(one, other) > 1e-3
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_diloco_is_bmuf_with_adamw(topology):
     options: dict[str, Any] = {"optimizer": "adamw:lr=0.001,weight_decay=0.1"}
@@ -153,7 +154,7 @@ def test_workers_with_the_same_data_are_one_worker(text):
 # ---- the gain, and where it is stable
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 @pytest.mark.parametrize("topology", ["collective", "ps"])
 @pytest.mark.parametrize("nesterov", ["true", "false"])
 def test_a_lasting_change_is_amplified_by_one_over_one_minus_momentum(topology, nesterov):
@@ -246,7 +247,7 @@ def test_one_fragment_and_no_overlap_is_the_method_without():
     assert torch.equal(one.params, other.params)
 
 
-@pytest.mark.sampled(21)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("overlap", [0, 2, 5])
 @pytest.mark.parametrize("fragments", [1, 2, 5])
 @pytest.mark.parametrize("steps", [5, 14, 16])

@@ -239,6 +239,7 @@ def reference(steps: int, n_push: int, n_fetch: int, lr: float, remedy: str = ""
     return server
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("remedy", ["", "dc-asgd:lambda=1", "staleness-lr"])
 @pytest.mark.parametrize(("steps", "n_push", "n_fetch"), [(5, 2, 1), (6, 2, 1), (6, 2, 2), (6, 4, 3), (7, 3, 1)])
 def test_several_workers_make_the_steps_of_the_paper(steps, n_push, n_fetch, remedy):

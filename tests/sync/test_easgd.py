@@ -29,6 +29,7 @@ def even(workers: int) -> Cluster:
 # ---- without gradients
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("topology", ["ps", "collective"])
 def test_center_and_models_have_the_sum_that_they_began_with(method, topology):
@@ -45,6 +46,7 @@ def test_the_sum_is_kept_when_machines_differ_and_messages_are_slow():
     assert total(z, x) == pytest.approx(15.0, abs=1e-12)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("workers", [1, 2, 4])
 @pytest.mark.parametrize("alpha", [None, 0.125, 0.3])
 def test_synchronous_contraction_is_exact(workers, alpha):
@@ -61,6 +63,7 @@ def test_synchronous_contraction_is_exact(workers, alpha):
             assert one - x[0] == pytest.approx((start - starts[0]) * (1 - alpha) ** steps, abs=1e-13)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("factor", "grows"), [(0.97, False), (1.03, True)])
 @pytest.mark.parametrize("workers", [2, 4])
 def test_synchronously_it_is_stable_below_two_over_p_plus_one(workers, factor, grows):
@@ -124,7 +127,7 @@ def test_it_is_the_loop_of_the_paper(momentum, topology):
     assert abs(z - late[1]) > 1e-3, "the force is taken before the gradient step"
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 @pytest.mark.parametrize("lr", [0.1, 1.0, 1.5])
 def test_round_robin_is_stable_up_to_its_limit(lr):
     """A step of one worker is a symmetric map of (x, z); it expands nothing while alpha <= (4 - 2 lr) / (4 - lr)."""

@@ -200,6 +200,7 @@ def supports(inputs: Tensor, order: list[int], batch: int) -> int:
     return sum(len(inputs[part].unique()) for part in parts)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("strategy", "batch"), [("hogwild", 1), ("hogbatch:batch=5", 5), ("hogbatch:batch=7", 7)])
 @pytest.mark.parametrize("where", ["virtual", "real"])
 def test_writes_are_the_union_of_supports(strategy, batch, where, fork_server):
@@ -272,6 +273,7 @@ def test_a_sparse_accumulation_is_part_of_a_checkpoint(tmp_path):
 # ---- processes
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mode", ["racy", "atomic"])
 def test_updates_of_processes_add_up(mode, fork_server):
     trial = trial_of("ones", f"hogwild shared:mode={mode}", workers=3, steps=400)
@@ -285,7 +287,7 @@ def test_updates_of_processes_add_up(mode, fork_server):
         assert values.tolist() == [1200.0] * 64
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["racy", "atomic"])
 def test_killed_workers_lose_one_update_each_at_most(mode, fork_server):
     trial = trial_of("ones", f"hogwild shared:mode={mode}", workers=3, steps=3000)

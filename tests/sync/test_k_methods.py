@@ -233,7 +233,7 @@ def check(measured: tuple[float, int], mean: float, variance: float) -> None:
     assert abs(seconds - mean) < 3 * math.sqrt(variance / updates), f"{seconds} after {updates} updates"
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["k-sync:k=5", "backup:backups=3", "k-async:k=5"])
 def test_an_update_takes_as_long_as_the_fifth_of_eight(method):
     """H_8 - H_3; for exponential times K-async's too, since the rest of a step is as long as a whole one."""
@@ -242,6 +242,7 @@ def test_an_update_takes_as_long_as_the_fifth_of_eight(method):
     check(seconds_per_update(method, 1000, 5), mean, sum(1 / i**2 for i in range(4, 9)))
 
 
+@pytest.mark.long
 def test_where_the_rest_of_a_step_is_shorter_than_a_whole_one_k_async_is_faster_than_k_sync():
     """Half of each step is fixed: K-sync takes 1/2 + (H_8 - H_3) / 2, K-async less."""
     machines = Machines(count=8, compute=ShiftedExponential(seconds=1.0, shift=0.5))
@@ -284,6 +285,7 @@ def test_a_gradient_is_behind_by_the_others_over_k(workers, k):
     assert run.summary["staleness"]["mean"] == pytest.approx((workers - 1) / k, rel=0.03)
 
 
+@pytest.mark.long
 def test_five_times_slower_workers_cost_nothing_up_to_the_backups():
     """And the one too many costs everything."""
 

@@ -188,6 +188,7 @@ def test_a_curve_that_bends_downwards_leaves_no_pair():
 # ---- as good as the library's
 
 
+@pytest.mark.long
 def test_as_good_as_torch_alone():
     """The training loss after as many evaluations of the whole of digits, with the same memory."""
     job = load_job("digits-mlp")
@@ -262,7 +263,7 @@ def test_dead_paused_and_late_workers_leave_no_trace_in_it():
     assert run.seconds < 0.8, "somebody was waited for while there was work to do"
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 @pytest.mark.parametrize("push_every", [1, 8])
 @pytest.mark.parametrize("workers", [2, 4, 16])
 def test_one_worker_five_times_slower_costs_at_most_a_portion(workers, push_every):
@@ -287,6 +288,7 @@ def test_one_worker_five_times_slower_costs_at_most_a_portion(workers, push_ever
     assert times[1] - times[0] < 1000 * 0.01 / (workers - 0.8) + 0.01 + asks * 0.002
 
 
+@pytest.mark.long
 def test_a_killed_process_leaves_no_trace_in_it(fork_server):
     """Real processes: one is killed in the middle of the batch, and started again."""
     job = f"{Path(dyadic_jobs.__file__)}:slow_dyadic"

@@ -148,6 +148,7 @@ def test_a_process_that_fails_takes_all_back_to_the_last_checkpoint(victim, fork
     torch.testing.assert_close(outcome.params, whole.params, rtol=0, atol=1e-12)
 
 
+@pytest.mark.long
 def test_portions_of_random_layers_do_not_depend_on_the_copy_that_computes_them():
     """Inputs are drawn and dropout too: by the number of the portion, so any number of copies takes one path."""
     runs = [virtual(f"{__file__}:dropped", f"{LBFGS} ps {UNITS}", workers=2 * n, **OPTIONS) for n in (1, 3)]

@@ -376,7 +376,7 @@ def delay_bound(delay: int) -> float:
     return 2 * math.sin(math.pi / (2 * (2 * delay + 1)))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 @pytest.mark.parametrize(("delay", "bound"), [(0, 2.0), (1, 1.0), (2, 0.6180), (3, 0.4450), (7, 0.2091)])
 def test_the_rate_that_a_constant_delay_allows(delay: int, bound: float) -> None:
     assert delay_bound(delay) == pytest.approx(bound, abs=1e-4)

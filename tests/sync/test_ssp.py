@@ -82,7 +82,7 @@ CLUSTERS = {
 }
 
 
-@pytest.mark.sampled(16)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("bound", [0, 1, 3])
 @pytest.mark.parametrize("cluster", CLUSTERS)
@@ -169,7 +169,7 @@ def test_a_passing_delay_within_the_bound_costs_the_others_nothing(form):
     assert waited(1) > 0.015
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("bound", [0, 1])
 def test_it_is_stable_below_the_bound_of_its_greatest_delay(bound, form):

@@ -59,9 +59,11 @@ def ranks(tmp_path_factory, request):
     """The results of the cases of `support/attached.py`, by rank; without the long ones in `make test`."""
     cases = sorted(name.removeprefix("case_") for name in vars(attached) if name.startswith("case_"))
     if "not long" in request.config.option.markexpr:
-        cases = [name for name in cases if name not in attached.LONG]
+        parts = [[name for name in cases if name not in attached.LONG]]
+    else:
+        parts = [cases[::2], cases[1::2]]  # each call within its time on a busy machine
     gave = [{}, {}]
-    for number, some in enumerate((cases[::2], cases[1::2])):  # each call within its time on a busy machine
+    for number, some in enumerate(parts):
         folder = tmp_path_factory.mktemp(f"attached-{number}")
         done = torchrun(attached.__file__, folder, *some)
         assert done.returncode == 0, done.stderr[-4000:]
@@ -305,6 +307,7 @@ def test_an_error_at_one_rank_is_heard_at_the_other(ranks):
         assert ranks[1]["one_fails"][strategy][0] == "OverflowError"
 
 
+@pytest.mark.long
 def test_a_server_that_is_gone_is_an_error_and_a_worker_is_not(ranks):
     kind, message, seconds = ranks[1]["owner_fails"]
     assert kind == "PeerLost"

@@ -57,7 +57,7 @@ def trained(strategy, stages, depth=None, micro=4, options="", module=model):
     return play(f"{strategy}{colon}micro={micro}{options}", stages, depth=depth, job=job(module), steps=STEPS)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("strategy", "stages", "depth"), METHODS)
 @pytest.mark.parametrize("micro", [1, 4, 7])  # 7 divides the mini-batch, 4 makes micro-batches of 1 and 2 samples
 def test_the_result_is_that_of_sgd(strategy, stages, depth, micro):

@@ -15,7 +15,7 @@ from dure.partition.stage import Stage
 STEPS = 14
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("options", "delay_of"),
     [

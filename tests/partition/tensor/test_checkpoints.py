@@ -80,6 +80,7 @@ class KillOnce:
             trial.kill(self.worker)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("partition", "workers"), [(pairs(2), 2), *soaked((MESH, 4), (pairs(2), 4))])
 def test_the_loss_of_one_worker_takes_all_back_to_the_checkpoint(partition, workers, fork_server, tmp_path):
     """Its peers wait for it within a forward or a backward."""

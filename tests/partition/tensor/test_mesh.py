@@ -34,6 +34,7 @@ def distance(one, other):
     return float((one.params - other.params).abs().max())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("job", "optimizer", "dtype"),
     [

@@ -89,6 +89,7 @@ def played(kernel: Any, seed: int) -> list[tuple[float, int]]:
     return [*trace, (kernel.now, kernel.events)]
 
 
+@pytest.mark.sampled(40)
 @pytest.mark.parametrize("seed", range(200))
 def test_callbacks_run_as_from_a_plain_heap(seed):
     assert played(Kernel(), seed) == played(Plain(), seed)

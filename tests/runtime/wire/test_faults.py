@@ -69,6 +69,7 @@ def resident():
     return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("unix", "lives"), [(True, 20), (False, 10)])
 @pytest.mark.alone
 def test_callers_killed_in_the_middle_of_a_push_leave_nothing_behind(world, unix, lives):

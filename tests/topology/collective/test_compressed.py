@@ -80,6 +80,7 @@ def test_models_that_meet_send_how_far_they_have_gone():
 AVERAGING = "averaging:period=5 collective "
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("codec", ["top-k:share=1,feedback=false", "fp16"])
 def test_a_mean_is_weighted_by_batches_however_messages_go(codec):
     coded, plain = (
@@ -88,7 +89,7 @@ def test_a_mean_is_weighted_by_batches_however_messages_go(codec):
     assert coded == pytest.approx(plain, rel=1e-3)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 @pytest.mark.parametrize("codec", ["1bit", "strom:threshold=0.002", "int8+ef", "top-k:share=0.02"])
 def test_meeting_at_every_step_is_bsp_of_the_same_codec(codec):
     """What a step changes is the gradient times the rate: so is the threshold."""

@@ -76,6 +76,7 @@ def real(request: Any) -> Iterator[Real]:
     world.close()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.alone  # beside others, in a process that has run many tests, each message took tens of milliseconds
 def test_over_sockets_too_it_is_numpys_sum_at_the_cost_of_the_closed_form(real):
     size = len(real.nodes)
@@ -156,7 +157,7 @@ def be(rank: int, topology: Any, folder: Path) -> None:
         node.loop.turn(0.05)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("topology", [*ALGORITHMS[:3], ALGORITHMS[4]], ids=str)
 def test_a_killed_rank_is_heard_of_by_every_survivor(topology, tmp_path):
     children = []

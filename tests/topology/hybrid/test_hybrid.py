@@ -47,7 +47,7 @@ HYBRIDS = [
 # ---- equal to all of it around the ring, and to all of it over servers
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("strategy", OTHERS + HYBRIDS)
 @pytest.mark.parametrize("sizes", [(2, 2, 2, 2), (4, 2, 1, 1)])
 def test_every_way_gives_the_same_bits(strategy, sizes):
@@ -72,6 +72,7 @@ def test_adagrad_steps_the_rows_that_were_touched():
     assert float((around.params - through.params).abs().max()) < 1e-12
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy", ["bsp hybrid", "bsp hybrid:servers=all,shards=3"])
 def test_on_processes_it_is_the_same(strategy, fork_server):
     options = {"workers": 2, "steps": 7, "eval_every": 3}

@@ -283,7 +283,7 @@ class Followed:
         return whole
 
 
-@pytest.mark.sampled(15)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("codec", [Sign(), Sign(zeros="random"), ITSign(start=2), ITSign("coordinate", start=2)])
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("rule", RULES)
@@ -294,6 +294,7 @@ def test_every_worker_has_the_servers_model_while_the_rate_decays(rule: str, cut
             torch.testing.assert_close(room, fleet.model(), rtol=0, atol=0)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("rule", RULES)
 def test_a_worker_that_missed_a_version_pulls_the_model_and_goes_on(rule: str, cut: int) -> None:
@@ -307,7 +308,7 @@ def test_a_worker_that_missed_a_version_pulls_the_model_and_goes_on(rule: str, c
             torch.testing.assert_close(room, fleet.model(), rtol=0, atol=0)
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("codec", [Sign(), ITSign(start=1)])
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("rule", ["momentum", "adam"])
@@ -332,7 +333,7 @@ def test_a_worker_that_skips_a_step_has_no_vote_in_it(cut: int, codec: Any) -> N
         torch.testing.assert_close(room, fleet.start - 0.5 * update.sign(), rtol=0, atol=0)
 
 
-@pytest.mark.sampled(16)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("codec", [Sign(), ITSign(start=1)])
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("rule", RULES)

@@ -31,6 +31,7 @@ def work_through(portions, count, speeds):
     return now, made
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("workers", [2, 3, 4, 8, 16])
 @pytest.mark.parametrize("count", [8, 16, 45, 128, 1000])
 @pytest.mark.parametrize("most", [1, 8])

@@ -126,6 +126,7 @@ class Run:
         )
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("seed", range(10))
 def test_somebody_can_always_go_on_and_everything_counts_once(name: str, seed: int) -> None:
