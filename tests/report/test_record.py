@@ -1,6 +1,7 @@
 import contextlib
 import json
 import math
+import os
 import sys
 import threading
 
@@ -147,6 +148,13 @@ def test_a_failed_write_leaves_the_old_file_and_no_draft(tmp_path):
         write_until_the_disk_is_full()
     assert (path / "summary.json").read_bytes() == before
     assert not list(path.glob(".*"))
+
+
+def test_a_pipe_or_a_device_is_never_replaced(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with raising(OSError, "pipe"), replacing(tmp_path / "pipe") as file:
+        file.write("{}")
+    assert [(path.name, path.is_fifo()) for path in tmp_path.iterdir()] == [("pipe", True)]
 
 
 def test_no_run_is_told_apart_from_a_wrong_place(tmp_path):

@@ -24,7 +24,7 @@ def is_regular(path: Path) -> bool:
 
 
 def check_regular(path: Path) -> None:
-    """Raise OSError if `path` is a pipe or a device: reading it could block for ever."""
+    """Raise OSError if `path` is a pipe or a device: a read could block for ever, and a file must not replace it."""
     if path.exists() and not path.is_file() and not path.is_dir():  # to open a folder is an error of its own
         raise OSError(errno.EINVAL, "it is no regular file", str(path))
 

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
+from dure.core.regular_file import check_regular
+
 _NOT_NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -52,7 +54,9 @@ def replacing(path: Path) -> Iterator[IO[str]]:
     """Yields a text file that replaces `path` at the end of the block; after an error `path` stays as it was.
 
     The new file is on the disk (fsync) before it gets its name: a kill or a full disk leaves the old file complete.
+    Raises OSError if `path` is a pipe or a device, which root could replace, as `/dev/null` of the whole machine.
     """
+    check_regular(path)
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with draft.open("w", encoding="utf-8", newline="\n") as file:
