@@ -32,14 +32,16 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
+# a test process that dies ends the suite, which names the test: pytest-xdist waits for ever for a group of the dead one
+SHARED = $(BIN)/pytest -n $(PROCESSES) --dist loadgroup --max-worker-restart 0
 # what measures seconds of its own runs alone, after the rest; the other files need not be collected again
 ALONE = $(shell grep -rl 'mark\.alone' tests jobs/tests studies/tests)
 test: lint
-	$(BIN)/pytest -n $(PROCESSES) --dist loadgroup -m "not alone and not soak and not long"
+	$(SHARED) -m "not alone and not soak and not long"
 	$(BIN)/pytest -m "alone and not soak and not long" $(ALONE)
 
 all: lint
-	$(BIN)/pytest -n $(PROCESSES) --dist loadgroup -m "not alone and not soak"
+	$(SHARED) -m "not alone and not soak"
 	$(BIN)/pytest -m "alone and not soak" $(ALONE)
 
 # what takes minutes: steps of 90 s that must end nothing
@@ -56,7 +58,7 @@ soak: setup
 QUICK := tests/test_tree.py tests/run/test_strategy.py tests/job/test_optimizer.py tests/codec/test_laws.py tests/report \
   tests/oracles/test_equivalences.py tests/oracles/test_topologies.py tests/runtime/launch tests/test_docs.py
 quick: lint
-	$(BIN)/pytest -n $(PROCESSES) --dist loadgroup -m "not alone and not soak and not long" -k "not golden_output" $(QUICK)
+	$(SHARED) -m "not alone and not soak and not long" -k "not golden_output" $(QUICK)
 
 # the stub of the package, then every file
 format: setup

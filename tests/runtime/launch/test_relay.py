@@ -120,6 +120,7 @@ def test_standard_output_is_given_back(capfd: pytest.CaptureFixture[str]) -> Non
     assert shown.err == "worker 1: meanwhile\nworker 1: from below\n"
 
 
+@pytest.mark.skipif(not Path(os.devnull).is_char_device(), reason="/dev/null is no device on this machine")
 def test_a_helper_that_prints_answers(capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch) -> None:
     from dure.runtime.launch.shard_process import ShardProcess
 
