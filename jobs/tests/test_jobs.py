@@ -10,6 +10,7 @@ import torch
 from support.archives import unpack
 from support.built_jobs import is_whole_and_learns
 from support.reviews import invented, reviews
+from support.wording import raising
 
 import dure
 from dure.errors import UsageError
@@ -79,7 +80,7 @@ def test_the_text_job_has_sparse_gradients_and_reads_words_alone(tmp_path: Path)
 
 @pytest.mark.parametrize("setting", ["dim", "hidden"])
 def test_the_text_job_refuses_what_has_no_width(setting: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="must be >= 1"):
+    with raising(UsageError, "1"):
         load_job("embedding-text", data_root=tmp_path, **{setting: 0})
 
 

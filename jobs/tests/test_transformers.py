@@ -10,6 +10,7 @@ import torch
 from support.archives import unpack
 from support.reviews import invented
 from support.runs import virtual
+from support.wording import raising
 
 from dure.errors import UsageError
 from dure.job.job import load_job
@@ -77,9 +78,9 @@ def test_reviews_are_cut_padded_and_counted(data):
     assert words.shape == (7, 5)
     assert len(loaded.train) == len(labels) == 7
     assert words[:, 0].unique().tolist() == [2]
-    with pytest.raises(UsageError, match="reviews=50 of 40 training reviews"):
+    with raising(UsageError, "reviews=50"):
         load_pieces(data, vocabulary=120, reviews=50)
-    with pytest.raises(UsageError, match="vocabulary=9 has no room"):
+    with raising(UsageError, "vocabulary=9"):
         load_pieces(data, vocabulary=9)
 
 
@@ -127,13 +128,13 @@ def test_partitions_train_as_the_whole_model_does(name, partition, data):
 
 
 def test_wrong_sizes_are_refused(data):
-    with pytest.raises(UsageError, match="hidden=13 cannot be divided among heads=3"):
+    with raising(UsageError, "hidden=13"):
         load_job(text("imdb-bert", hidden=13), data)
-    with pytest.raises(UsageError, match="tokens counts pieces"):
+    with raising(UsageError, "pieces"):
         load_job(text("imdb-albert", tokens=2), data)
 
 
 def test_a_missing_library_is_named(data, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)  # an import of it fails as if it were not installed
-    with pytest.raises(UsageError, match=r'needs tokenizers .*: pip install "dure\[text\]"'):
+    with raising(UsageError, "dure[text]"):
         load_job(text("imdb-bert"), data)

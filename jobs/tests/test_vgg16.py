@@ -6,6 +6,7 @@ import pytest
 import torch
 from support.archives import unpack
 from support.runs import virtual
+from support.wording import raising
 from torch import nn
 
 import dure
@@ -86,11 +87,11 @@ def test_features_and_classifier_in_two_stages_are_one_worker(root: Path) -> Non
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"width": 0.0}, r"width is a factor of the channels and must be above 0, got 0\.0: write width=0\.25"),
-        ({"size": 48}, r"size counts pixels and must be a multiple of 32, .* got 48"),
-        ({"classes": 9}, r"CIFAR-10 has ten classes, so classes must be at least 10, got 9"),
+        ({"width": 0.0}, "width=0.25"),
+        ({"size": 48}, "of 32,"),
+        ({"classes": 9}, "CIFAR-10"),
     ],
 )
 def test_settings_that_cannot_be_are_explained(root: Path, settings: dict[str, object], said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+    with raising(UsageError, said):
         load_job("vgg16", data_root=root, **settings)

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.built_jobs import is_whole_and_learns, trained
+from support.wording import raising
 from torch import nn
 
 import dure
@@ -150,15 +151,15 @@ class Endless(torch.utils.data.IterableDataset):
 @pytest.mark.parametrize(
     ("train", "said"),
     [
-        ((torch.zeros(2, 1), torch.zeros(2)), r"Job\.train must be Data, got tuple\. Write dure\.Data"),
-        (torch.zeros(2, 1), r"Job\.train must be Data, got Tensor"),
-        (Endless(), r"Job\.train must be a map-style data set, got Endless"),
-        (torch.utils.data.DataLoader([1]), r"Job\.train .* Write dure\.Samples\(loader\.dataset"),
-        (None, r"Job\.train must be Data, got NoneType"),
+        ((torch.zeros(2, 1), torch.zeros(2)), "Job.train"),
+        (torch.zeros(2, 1), "Job.train"),
+        (Endless(), "Job.train"),
+        (torch.utils.data.DataLoader([1]), "Job.train"),
+        (None, "Job.train"),
     ],
 )
 def test_data_are_a_data_set(train: object, said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+    with raising(UsageError, said):
         Job(lambda: nn.Linear(1, 1), nn.functional.mse_loss, train)
 
 
@@ -189,60 +190,58 @@ def test_a_job_from_a_file_is_given_the_data_root(job_file: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("name", "overrides", "said"),
     [
-        ("digits-mpl", {}, "no job is called 'digits-mpl'.*Did you mean \"digits-mlp\""),
-        ("xyzzy", {}, "there are digits-mlp, .*FILE.py:FUNCTION"),
-        ("absent.py:job", {}, "there is no file absent.py"),
-        ("absent.py", {}, "Write absent.py:FUNCTION"),
-        ("digits-mlp", {"hiden": 3}, "no setting 'hiden'.*Did you mean \"hidden\""),
-        ("digits-mlp", {"batch_size": 0}, "batch_size must be a whole number of at least 1, got 0"),
-        ("digits-mlp", {"steps": 1.5}, "steps must be a whole number"),
-        ("digits-mlp", {"split": "iidd"}, 'Did you mean "iid"'),
-        ("digits-mlp", {"dtype": "int8"}, "float32 or float64, got 'int8'"),
-        ("digits-mlp", {"hidden": 0}, "widths of at least 1"),
+        ("digits-mpl", {}, "digits-mpl"),
+        ("xyzzy", {}, "digits-mlp"),
+        ("absent.py:job", {}, "absent"),
+        ("absent.py", {}, "FUNCTION"),
+        ("digits-mlp", {"hiden": 3}, "hiden"),
+        ("digits-mlp", {"batch_size": 0}, "batch_size"),
+        ("digits-mlp", {"steps": 1.5}, "number"),
+        ("digits-mlp", {"split": "iidd"}, "iid"),
+        ("digits-mlp", {"dtype": "int8"}, "int8"),
+        ("digits-mlp", {"hidden": 0}, "least 1"),
         (
             "digits-mlp:dept=3",
             {},
-            r"digits-mlp has no parameter 'dept'; it has hidden, depth\..*Did you mean \"depth\"",
+            "dept",
         ),
-        ("digits-mlp:depth=x", {}, "digits-mlp: depth must be an integer, got 'x'"),
-        ("digits-mlp:depth", {}, r'"digits-mlp:depth" has "depth" for a parameter: write NAME:KEY=VALUE'),
-        ("char-gpt:data_root=x", {}, "no parameter 'data_root'"),
-        ("quadratic", {"conditioning": 0.5}, "conditioning must be at least 1"),
+        ("digits-mlp:depth=x", {}, "x"),
+        ("digits-mlp:depth", {}, "digits-mlp:depth"),
+        ("char-gpt:data_root=x", {}, "data_root"),
+        ("quadratic", {"conditioning": 0.5}, "least 1"),
     ],
 )
 def test_mistakes_are_explained(name: str, overrides: dict[str, object], said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+    with raising(UsageError, said):
         load_job(name, **overrides)
 
 
 def test_mistakes_in_a_file_are_explained(job_file: Path) -> None:
-    with pytest.raises(UsageError, match=r'small, stumbles, untyped, with_root, wrong.*Did you mean "small"'):
+    with raising(UsageError, "small"):
         load_job(f"{job_file}:smal")
-    with pytest.raises(UsageError, match=r"must return a dure\.Job, it returned int"):
+    with raising(UsageError, "dure.Job"):
         load_job(f"{job_file}:wrong")
-    with pytest.raises(UsageError, match=r"mine\.py:asks needs a value for 'width'.* default .*: width=\.\.\."):
+    with raising(UsageError, "width"):
         load_job(f"{job_file}:asks")
     assert len(load_job(f"{job_file}:asks", width=5).train) == 3
-    with pytest.raises(UsageError, match=r"mine\.py:stumbles raised KeyError: 'rows' \(.*mine\.py, line 26\)\.$"):
+    with raising(UsageError, "rows"):
         load_job(f"{job_file}:stumbles")
 
 
 def test_a_job_refuses_what_would_fail_later() -> None:
     data = Data(torch.zeros(4, 2), torch.zeros(4, dtype=torch.int64))
     loss = nn.functional.cross_entropy
-    with pytest.raises(UsageError, match="lambda"):
+    with raising(UsageError, "lambda"):
         Job(nn.Linear(2, 2), loss, data)
-    with pytest.raises(UsageError, match=r"Job\.accuracy must be a function or None, got 0\.5"):
+    with raising(UsageError, "Job.accuracy"):
         Job(lambda: nn.Linear(2, 2), loss, data, accuracy=0.5)
-    with pytest.raises(
-        UsageError, match=r"Job\.stages must be a function of the module .*, got \[\]\. Write stages=lam"
-    ):
+    with raising(UsageError, "stages=lam"):
         Job(lambda: nn.Linear(2, 2), loss, data, stages=[])
     for optimizer in ("adam", torch.optim.Adam):
-        with pytest.raises(UsageError, match=r'Job\.optimizer must be an OptimizerSpec.*dure\.OptimizerSpec\("adam"'):
+        with raising(UsageError, "adam"):
             Job(lambda: nn.Linear(2, 2), loss, data, optimizer=optimizer)
-    with pytest.raises(UsageError, match=r"Job\.loss must be a function"):
+    with raising(UsageError, "Job.loss"):
         Job(nn.Flatten, None, data)  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match=r"dure\.Data\(inputs, targets\)"):
+    with raising(UsageError, "dure.Data("):
         Job(nn.Flatten, loss, (data.inputs, data.targets))  # type: ignore[arg-type]
     assert Job(nn.Flatten, loss, data).optimizer == OptimizerSpec()

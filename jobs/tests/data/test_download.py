@@ -4,6 +4,7 @@ import hashlib
 from pathlib import Path
 
 import pytest
+from support.wording import raising
 
 from dure.errors import DataError
 from dure_jobs.data.download import Published, fetch
@@ -38,13 +39,13 @@ def test_the_next_home_is_tried(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("body", "said"),
-    [(BODY[::-1], "sha256 is"), (BODY[:-1], "got 767,999 bytes"), (BODY + b"x" * 10**6, "got 768,001 bytes or more")],
+    [(BODY[::-1], "sha256"), (BODY[:-1], "got 767,999"), (BODY + b"x" * 10**6, "got 768,001")],
 )
 def test_wrong_bytes_leave_what_was_there(tmp_path: Path, body: bytes, said: str) -> None:
     target = tmp_path / "data"
     target.mkdir()
     (target / "set.gz").write_bytes(b"before")
-    with pytest.raises(DataError, match=said):
+    with raising(DataError, said):
         fetch(published(home(tmp_path / "home", body)), target)
     assert {each.name: each.read_bytes() for each in target.iterdir()} == {"set.gz": b"before"}
 

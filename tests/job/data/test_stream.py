@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from support.wording import raising
 
 from dure.errors import CheckpointError, UsageError
 from dure.job.data.split import IID, Dirichlet, Replicated, Striped
@@ -83,7 +84,7 @@ def test_a_sampler_goes_on_where_it_was_saved(windows):
         whole.next()
     resumed.restore(whole.state())
     assert [whole.next().tolist() for _ in range(4)] == [resumed.next().tolist() for _ in range(4)]
-    with pytest.raises(CheckpointError, match="the data or their split differ"):
+    with raising(CheckpointError, "differ"):
         Stream(TOKENS[:90], 4, windows).samplers(IID(), [2, 2], seed=3)[1].restore(whole.state())
 
 
@@ -97,23 +98,23 @@ def test_a_file_of_tokens_is_read_where_it_lies(tmp_path):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"tokens": TOKENS.float()}, r"one vector of whole numbers, got float32 of shape \(103,\)"),
-        ({"tokens": TOKENS.view(1, -1)}, r"int64 of shape \(1, 103\)"),
-        ({"tokens": "text"}, "got str. Write torch.tensor"),
-        ({"tokens": TOKENS[:8]}, "need 9, and Stream has 8. Use a smaller block"),
-        ({"block": 0}, "block counts the tokens of a window and must be at least 1, got 0"),
-        ({"windows": "sliding"}, "must be random, contiguous or batchified, got 'sliding'"),
+        ({"tokens": TOKENS.float()}, "103"),
+        ({"tokens": TOKENS.view(1, -1)}, "1"),
+        ({"tokens": "text"}, "tensor"),
+        ({"tokens": TOKENS[:8]}, "need 9,"),
+        ({"block": 0}, "least 1,"),
+        ({"windows": "sliding"}, "sliding"),
     ],
 )
 def test_what_is_no_text_is_refused(given, said):
-    with pytest.raises(UsageError, match=said):
+    with raising(UsageError, said):
         Stream(**{"tokens": TOKENS, "block": 8, **given})
 
 
 def test_splits_that_make_no_sense_are_refused():
-    with pytest.raises(UsageError, match=r'windows="random" take the splits iid, whole and striped, got dirichlet'):
+    with raising(UsageError, "random"):
         Stream(TOKENS, 8).samplers(Dirichlet(1.0), [2, 2], seed=0)
-    with pytest.raises(UsageError, match="no tensor of labels"):
+    with raising(UsageError, "labels"):
         Stream(TOKENS, 8, "contiguous").samplers(Dirichlet(1.0), [2, 2], seed=0)
-    with pytest.raises(UsageError, match=r"103 tokens in 30 columns, .* are 3 tokens per column: none has a"):
+    with raising(UsageError, "in 30"):
         Stream(TOKENS, 8, "batchified").samplers(IID(), [15, 15], seed=0)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.wording import raising
 from torch import nn
 
 from dure.errors import UsageError
@@ -39,14 +40,14 @@ def test_a_mapping_gives_arguments_by_name_and_a_tuple_by_place():
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        (3, "it must be a tensor, a mapping or a tuple of tensors, got int"),
-        ((X, [1]), r"it\[1\] must be a tensor, got list\. Write torch\.as_tensor"),
-        (X.numpy(), r"a tuple of tensors, got ndarray\. Write torch\.as_tensor"),
-        ({"ids": 2}, r"it\['ids'\] must be a tensor, got int"),
-        ({0: X}, "key 0 is no text"),
-        ({}, "empty dict"),
+        (3, "tensors"),
+        ((X, [1]), "torch.as_tensor"),
+        (X.numpy(), "torch.as_tensor"),
+        ({"ids": 2}, "ids"),
+        ({0: X}, "key 0"),
+        ({}, "empty"),
     ],
 )
 def test_anything_else_is_refused(value, said):
-    with pytest.raises(UsageError, match=said):
+    with raising(UsageError, said):
         checked(value, "it")

@@ -1,8 +1,8 @@
 """Dense jobs: the default model is unchanged, and deep networks begin with signals of equal strength."""
 
-import pytest
 import torch
 from support.runs import virtual
+from support.wording import raising
 from torch import nn
 
 from dure.errors import UsageError
@@ -25,7 +25,7 @@ def test_depth_counts_hidden_layers() -> None:
     assert isinstance(module, nn.Sequential)
     shapes = [tuple(each.weight.shape) for each in module if isinstance(each, nn.Linear)]
     assert shapes == [(5, 64), *[(5, 5)] * 6, (10, 5)]
-    with pytest.raises(UsageError, match=r"depth counts hidden layers and must be at least 1, got 0: write depth=7"):
+    with raising(UsageError, "depth=7"):
         load_job("digits-mlp", depth=0)
 
 
