@@ -368,6 +368,7 @@ def test_a_bad_curve_of_a_collective_says_where_it_bends() -> None:
     said = curve_advice("all_reduce", two_regimes(1e-9, 6e-9))
     assert re.match(r"The curve of all_reduce: residual \d\d%\.", said)
     assert "least exact near 512 KiB" in said
+    assert "least exact near 1 MiB" in curve_advice("all_reduce", two_regimes(1e-9, 6e-9, border=1 << 20))
     assert "real runs" in said
 
 

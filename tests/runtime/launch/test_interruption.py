@@ -37,6 +37,7 @@ def test_a_signal_whose_exception_is_lost_ends_the_work_at_the_next_check():
         with pytest.raises(Interrupted) as caught:
             interruption.check()
     assert caught.value.number == signal.SIGTERM
+    assert str(caught.value) == "interrupted by signal 15 (SIGTERM)."
 
 
 @pytest.mark.sampled(1)

@@ -267,6 +267,14 @@ def numbers(*rows: int) -> torch.Tensor:
     return torch.tensor(rows, dtype=torch.int32)
 
 
+def test_a_server_numbers_the_rows_of_tables_with_more_than_2_to_the_24_rows():
+    rows = 2**25 + 4
+    uses = [Use(Layer(name, start, start + rows, (rows, 1)), 2.0) for name, start in (("a", 0), ("b", rows))]
+    second = decide(Hybrid(("all",)), uses, ClusterShape(2, 2, True, 4)).part(1)
+    asked = [torch.tensor([1, 2**25 + 3]), torch.tensor([2**24 + 1, 2**24 + 3])]
+    assert second.numbered(asked).tolist() == [0, 2**24 + 1, rows // 2 + 2**23, rows // 2 + 2**23 + 1]
+
+
 def test_who_asks_for_a_version_that_is_being_made_gets_it():
     """The question comes when all have pushed and the step is under way, but before its first turn."""
     world = World()

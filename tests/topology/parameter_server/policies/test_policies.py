@@ -240,6 +240,21 @@ def test_a_newcomer_stands_with_the_slowest() -> None:
     assert policy.clocks[2] == 1
 
 
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_newcomer_after_everybody_has_left_stands_with_the_fastest(name: str) -> None:
+    run = Run(POLICIES[name](), 1)
+    for worker in range(3):
+        run.join(worker)
+    fastest = 0
+    while run.versions < 6:
+        run.step()
+        fastest = max(fastest, *(run.policy.clocks[worker] for worker in run.live))
+    for worker in sorted(run.live):
+        run.leave(worker)
+    run.heed(run.policy.join(3))
+    assert run.policy.clocks[3] == fastest
+
+
 def test_bounds_that_make_no_sense_are_refused() -> None:
     for lead in (-1, math.nan):
         with raising(ValueError, "0"):
