@@ -17,6 +17,7 @@ from dure.job.replica import Replica
 from dure.runtime.virtual.cluster import Cluster, Link
 from dure_jobs.text import BagOfWords
 from dure_studies import collectives, hogwild, hybrid, k_methods, neurons, ssp, stale_gradients, strom, structures
+from dure_studies.study import learnt
 
 
 @pytest.mark.parametrize("shift", [0.0, 0.5])
@@ -113,7 +114,7 @@ def test_synchronous_replicas_are_equal_and_asynchronous_ones_differ():
 def test_a_run_needs_samples_to_its_target():
     study = stale_gradients.STUDY
     setting = study.settings()["asynchronous, 4 workers"]
-    reached = stale_gradients._trained(study, load_job(study.job), setting, 80, 0, 0.1)
+    reached = learnt(study, load_job(study.job), setting.at_rate(0.1), 80, 0)
     assert 0 < reached["samples_to_target"] <= 80 * 32 or math.isinf(reached["samples_to_target"])
     assert reached["staleness"] == pytest.approx(3, abs=0.3)
 

@@ -10,7 +10,7 @@ import pytest
 import dure
 import dure_studies
 from dure.cli.main import main
-from dure.cli.reproduce import PAPERS, STUDIES
+from dure.cli.reproduce import PAPERS, STUDIES, find
 from dure_studies import study, table1
 
 PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -36,10 +36,9 @@ def test_each_name_is_a_study_of_a_module():
     assert {point.name: point.value for point in found} == PROJECT["entry-points"][STUDIES]
     assert {point.name: point.value for point in entry_points(group=PAPERS)} == PROJECT["entry-points"][PAPERS]
     for point in found:
-        module = point.load()
-        assert callable(module.reproduce)
-        assert callable(module.table)
-        assert isinstance(getattr(module, "STUDY", None), study.Study | None)
+        assert isinstance(getattr(point.load(), "STUDY", None), study.Study | None)
+        assert callable(find(point.name).reproduce)
+        assert callable(find(point.name).table)
     folder = Path(dure_studies.__file__).parent
     with_reproduce = {path.stem for path in folder.glob("*.py") if "\ndef reproduce(" in path.read_text("utf-8")}
     with_study = {path.stem for path in folder.glob("*.py") if "\nSTUDY = " in path.read_text("utf-8")}

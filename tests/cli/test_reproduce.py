@@ -14,7 +14,7 @@ from typing import Annotated
 from rich.table import Table
 from tyro.conf import arg
 
-QUICK = {"rounds": 1}
+quick = {"rounds": 1}
 
 
 def reproduce(*, rounds: Annotated[int, arg(help="Rounds of the example.")] = 3):
@@ -28,14 +28,30 @@ def table(result):
 """
 
 
+OBJECT = """
+from types import SimpleNamespace
+
+from study_of_a_test import reproduce, table
+
+STUDY = SimpleNamespace(reproduce=reproduce, table=table, quick={"rounds": 5})
+"""
+
+ENTRY_POINTS = """[dure.studies]
+example = study_of_a_test
+held = object_of_a_test
+named = object_of_a_test:STUDY
+"""
+
+
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
-    """A distribution with one study, `example`."""
+    """A distribution with a study in each form: functions of a module, and an object that a module has."""
     (tmp_path / "study_of_a_test.py").write_text(STUDY, encoding="utf-8")
+    (tmp_path / "object_of_a_test.py").write_text(OBJECT, encoding="utf-8")
     info = tmp_path / "study_of_a_test-1.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: study-of-a-test\nVersion: 1\n", encoding="utf-8")
-    (info / "entry_points.txt").write_text("[dure.studies]\nexample = study_of_a_test\n", encoding="utf-8")
+    (info / "entry_points.txt").write_text(ENTRY_POINTS, encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
 
 
@@ -45,6 +61,12 @@ def test_a_study_of_another_distribution_is_found(flags, rounds, installed, caps
     shown = capsys.readouterr()
     assert json.loads(shown.out) == {"rounds": rounds}
     assert f"{rounds} rounds" in shown.err
+
+
+@pytest.mark.parametrize("name", ["held", "named"])
+def test_a_study_may_be_an_object(name, installed, capsys):
+    assert main(["reproduce", name, "--quick", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"rounds": 5}
 
 
 def test_the_help_of_a_study_has_its_own_flags(installed, capsys):

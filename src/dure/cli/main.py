@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
-from types import ModuleType, UnionType
+from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TextIO, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import tyro
@@ -25,7 +25,7 @@ from tyro.conf import Positional, UseAppendAction
 
 from dure import __version__
 from dure.cli.emission import Emission, check_emission, of_train
-from dure.cli.reproduce import with_flags
+from dure.cli.reproduce import PaperStudy, with_flags
 from dure.cli.rl import RlOptions, values_of
 from dure.core.extras import extra_is_there, import_extra
 from dure.core.folder_names import CHECKPOINTS, LATEST
@@ -274,11 +274,11 @@ class Reproduce:
             return self._all(papers("all"), flags)
         if self.quick and not self.name:
             raise UsageError("--quick belongs to one result: name it, as in dure reproduce pipelines.")
-        module = find(self.name) if self.name else papers("rows")
-        result: dict[str, Any] = module.reproduce(**flags)
-        return CommandResult(result, [module.table(result)])
+        study = find(self.name) if self.name else papers("rows")
+        result = study.reproduce(**flags)
+        return CommandResult(result, [study.table(result)])
 
-    def _all(self, every: ModuleType, flags: Mapping[str, Any]) -> CommandResult:
+    def _all(self, every: PaperStudy, flags: Mapping[str, Any]) -> CommandResult:
         if self.name:
             raise UsageError(f"--all runs every row; it has no use for {self.name}.")
         result = every.reproduce(os.environ, quick=self.quick, **flags)

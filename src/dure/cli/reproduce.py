@@ -1,8 +1,10 @@
-"""Finds the studies of papers: modules that other distributions name in the entry point group `dure.studies`.
+"""Finds the studies of papers, which other distributions name in the entry point group `dure.studies`.
+
+An entry point names a module, or an object in it. A module is a study, or has one as its `STUDY`.
 
 A study has `reproduce`, which returns the object of `dure reproduce NAME --json`, and `table`, which shows it. The
 parameters of `reproduce` are its flags, all with defaults; the help of a flag is in its type, `Annotated[int,
-tyro.conf.arg(help="Number of seeds.")]`. `QUICK` are the flags of a reduced form.
+tyro.conf.arg(help="Number of seeds.")]`. `quick` are the flags of a reduced form.
 
 The group `dure.papers` has two more modules with `reproduce` and `table`: `rows`, the list of what the papers show, and
 `all`, which runs the commands of these rows.
@@ -11,11 +13,10 @@ The group `dure.papers` has two more modules with `reproduce` and `table`: `rows
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import field, fields, make_dataclass
 from importlib.metadata import entry_points
-from types import ModuleType
-from typing import Any, NamedTuple, TypeVar, get_type_hints
+from typing import Any, NamedTuple, Protocol, TypeVar, get_type_hints
 
 from dure.core.spec_text import names, nearest
 from dure.errors import UsageError
@@ -25,25 +26,33 @@ C = TypeVar("C")
 STUDIES, PAPERS = "dure.studies", "dure.papers"
 
 
-def find(name: str) -> ModuleType:
-    """The module that reproduces `name`. Raises `UsageError`."""
-    return _module(STUDIES, name)
+class PaperStudy(Protocol):
+    """A study, or a module of the group `dure.papers`."""
+
+    reproduce: Callable[..., dict[str, Any]]
+    table: Callable[[dict[str, Any]], Any]
 
 
-def papers(name: str) -> ModuleType:
+def find(name: str) -> PaperStudy:
+    """The study that reproduces `name`. Raises `UsageError`."""
+    return _loaded(STUDIES, name)
+
+
+def papers(name: str) -> PaperStudy:
     """The module of the papers with this name, `rows` or `all`. Raises `UsageError`."""
-    return _module(PAPERS, name)
+    return _loaded(PAPERS, name)
 
 
-def _module(group: str, name: str) -> ModuleType:
+def _loaded(group: str, name: str) -> PaperStudy:
     found = entry_points(group=group)
     if not found:
         raise UsageError("the studies of papers are a distribution of their own: pip install dure-studies.")
     if name not in found.names:
         known = sorted(found.names)
         raise UsageError(f"nothing called {name!r} can be reproduced: there is {names(known)}.{nearest(name, known)}")
-    module: ModuleType = found[name].load()
-    return module
+    loaded = found[name].load()
+    study: PaperStudy = getattr(loaded, "STUDY", loaded)
+    return study
 
 
 def with_flags(command: type[C], arguments: Sequence[str]) -> type[C]:
@@ -53,19 +62,19 @@ def with_flags(command: type[C], arguments: Sequence[str]) -> type[C]:
     neither `command` nor the study takes.
     """
     own = {option.name for option in fields(command)}  # type: ignore[arg-type]
-    name, module = _named(arguments)
-    takes = {} if module is None else {each: hint for each, hint in _flags(module).items() if each not in own}
+    name, study = _named(arguments)
+    takes = {} if study is None else {each: hint for each, hint in _flags(study).items() if each not in own}
     given = (each.removeprefix("--").partition("=")[0] for each in arguments if each.startswith("--") and each != "--")
     wrong = next((each for each in given if each not in {*own, *takes, "help"}), None)
     if wrong is not None:
         raise UsageError(_refusal(name, wrong, takes))
-    defaults = {} if module is None else {each: takes[each].default for each in takes}
-    defaults |= getattr(module, "QUICK", {}) if "--quick" in arguments else {}
+    defaults = {} if study is None else {each: takes[each].default for each in takes}
+    defaults |= getattr(study, "quick", {}) if "--quick" in arguments else {}
     options = [(each, flag.hint, field(default=defaults[each])) for each, flag in takes.items()]
     return make_dataclass(command.__name__, options, bases=(command,), frozen=True, kw_only=True)
 
 
-def _named(arguments: Sequence[str]) -> tuple[str, ModuleType | None]:
+def _named(arguments: Sequence[str]) -> tuple[str, PaperStudy | None]:
     """The study that `arguments` name and its name, or those of `--all`, or nothing."""
     if "--all" in arguments:
         return "--all", papers("all")
@@ -82,9 +91,9 @@ class Flag(NamedTuple):
     default: Any
 
 
-def _flags(module: ModuleType) -> dict[str, Flag]:
-    hints = get_type_hints(module.reproduce, include_extras=True)
-    parameters = inspect.signature(module.reproduce).parameters.values()
+def _flags(study: PaperStudy) -> dict[str, Flag]:
+    hints = get_type_hints(study.reproduce, include_extras=True)
+    parameters = inspect.signature(study.reproduce).parameters.values()
     return {each.name: Flag(hints[each.name], each.default) for each in parameters if each.default is not each.empty}
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from dure.runtime.virtual.cluster import Cluster, Link, Machines
+from dure.runtime.virtual.compute import Constant
 from dure_studies.study import OfSeed, Setting, Statement, Study
 
 WORKERS, STEP = 16, 0.01
@@ -23,9 +25,6 @@ EVEN, SLOW, LINKS = "equal workers", "one five times slower", "100 Mbit/s"
 
 
 def _settings() -> Mapping[str, Setting]:
-    from dure.runtime.virtual.cluster import Cluster, Link, Machines
-    from dure.runtime.virtual.compute import Constant
-
     step = Constant(seconds=STEP)
     even = Machines(count=WORKERS, compute=step)
     uneven = (Machines(count=WORKERS - 1, compute=step), Machines(compute=step, speed=0.2))
@@ -36,11 +35,7 @@ def _settings() -> Mapping[str, Setting]:
     }
     return {
         f"{name}, {where}": Setting(
-            strategy=strategy,
-            cluster=cluster,
-            options={"lr": lr, "exact": False, "eval_every": 5},
-            panel=where,
-            line=name,
+            strategy, cluster, options={"lr": lr, "exact": False, "eval_every": 5}, panel=where, line=name
         )
         for where, cluster in clusters.items()
         for name, (strategy, lr) in METHODS.items()
@@ -85,4 +80,3 @@ STUDY = Study(
         ),
     ),
 )
-reproduce, table, QUICK = STUDY.reproduce, STUDY.table, STUDY.quick

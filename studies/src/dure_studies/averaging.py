@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from dure.runtime.virtual.cluster import Cluster, Link
+from dure.runtime.virtual.compute import Constant
 from dure_studies.study import OfSeed, Setting, Statement, Study, less
 
 WORKERS, STEP = 8, 0.01
@@ -29,13 +31,10 @@ LINKS = ("10 Gbit/s", "100 Mbit/s")
 
 
 def _settings() -> Mapping[str, Setting]:
-    from dure.runtime.virtual.cluster import Cluster, Link
-    from dure.runtime.virtual.compute import Constant
-
     return {
         f"{name}, {link}": Setting(
-            strategy=strategy,
-            cluster=Cluster.uniform(WORKERS, compute=Constant(seconds=STEP), link=Link(bandwidth=link)),
+            strategy,
+            Cluster.uniform(WORKERS, compute=Constant(seconds=STEP), link=Link(bandwidth=link)),
             options={"lr": 0.1 if name == "BMUF" else 0.3, "exact": False, "eval_every": 10},
             panel=link,
             line=name,
@@ -83,4 +82,3 @@ STUDY = Study(
         _points("weights=fisher", "period 10", 0.01),
     ),
 )
-reproduce, table, QUICK = STUDY.reproduce, STUDY.table, STUDY.quick

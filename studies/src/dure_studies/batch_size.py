@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import pairwise
 
+from dure.runtime.virtual.cluster import Cluster
 from dure_studies.study import OfSeed, Setting, Statement, Study, less
 
 SMALLEST, ALL = 8, 1437
@@ -19,12 +20,10 @@ WORKERS, PERIOD = 4, 10
 
 
 def _settings() -> Mapping[str, Setting]:
-    from dure.runtime.virtual.cluster import Cluster
-
     found = {
         f"one worker, batch {'of all data' if size == ALL else size}": Setting(
-            strategy="bsp",
-            cluster=Cluster.uniform(1),
+            "bsp",
+            Cluster.uniform(1),
             options={"batch_size": size},
             share=SMALLEST / size,
             panel="one worker",
@@ -41,8 +40,8 @@ def _settings() -> Mapping[str, Setting]:
     }
     for name, (strategy, factor) in several.items():
         found[f"{WORKERS} workers: {name}"] = Setting(
-            strategy=strategy,
-            cluster=Cluster.uniform(WORKERS),
+            strategy,
+            Cluster.uniform(WORKERS),
             options={"batch_size": factor * SMALLEST, "exact": False},
             share=1 / (WORKERS * factor),
             panel=f"{WORKERS} workers",
@@ -96,4 +95,3 @@ STUDY = Study(
         Statement("their loss is nearer to that of BSP with the small batch than with the large one", _as_small),
     ),
 )
-reproduce, table, QUICK = STUDY.reproduce, STUDY.table, STUDY.quick

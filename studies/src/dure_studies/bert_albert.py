@@ -18,17 +18,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import arg
 
+from dure.core.cost import CodecCost
+from dure.core.regular_file import check_output
 from dure.errors import UsageError
+from dure.runtime.virtual.cluster import Cluster, InsideLink, Link, Machines
+from dure.runtime.virtual.compute import Constant
 from dure_studies import bert_albert_methods
 from dure_studies.bert_albert_methods import BATCH, TOKENS, WORKERS
-from dure_studies.flags import OUT
+from dure_studies.flags import OUT, numbers
+from dure_studies.output import Columns, Row, draw, known, line, table_of
 
 if TYPE_CHECKING:
     from rich.console import Group
     from rich.table import Table
 
     from dure.job.job import Job
-    from dure.runtime.virtual.cluster import Cluster
+    from dure.report.figures import Band
 
 HERE = Path(__file__)
 PAPER = {("bert", "data"): 556, ("bert", "tensor"): 392, ("albert", "data"): 264, ("albert", "tensor"): 200}
@@ -50,11 +55,7 @@ SLOWER, FASTER = 6.5e12, 14e12
 
 REAL_STEPS, REAL_BATCH = 20, 16
 
-Row = dict[str, Any]
-
-
-QUICK: dict[str, Any] = {"reviews": "5000"}
-"""Flags of the reduced form."""
+quick = {"reviews": "5000"}
 
 
 def reproduce(
@@ -73,11 +74,10 @@ def reproduce(
 
     Raises `UsageError` for options that do not fit.
     """
-    counts = _counts(reviews)
+    counts = numbers("reviews", reviews, int, "5000,50000")
     if not epochs > 0:
         raise UsageError(f"epochs must be above 0, got {epochs:g}.")
-    if not out.absolute().parent.is_dir():
-        raise UsageError(f"cannot write {out}: there is no folder {out.parent}.")
+    check_output(out)
     kinds = list(product(MODELS, PARALLELISMS))
     steps = [row for model, kind in product(MODELS, PARTITIONS) for row in virtual(model, kind, BATCH, TOKENS)]
     steps += [_real(model, kind) for model, kind in kinds]
@@ -130,9 +130,6 @@ def step_seconds(model: str, parallelism: str, gbits: float, batch: int, tokens:
 
 def hosts(gbits: float) -> Cluster:
     """The paper's two servers, each with one network card of this speed; the rest is assumed."""
-    from dure.core.cost import CodecCost
-    from dure.runtime.virtual.cluster import Cluster, InsideLink, Link, Machines
-    from dure.runtime.virtual.compute import Constant
 
     def host(workers: int, flops: float, inside: str) -> Machines:
         link = InsideLink(bandwidth=inside, latency="10 us")
@@ -288,21 +285,8 @@ def _border(sweep: Sequence[Row], model: str, gbits: float) -> Row:
     return {"model": model, "gbits": gbits, "tokens": found, "closed_form": form, "smallest_step_won_by": first}
 
 
-def _counts(text: str) -> list[int]:
-    try:
-        found = [int(each) for each in text.split(",")]
-    except ValueError:
-        found = []
-    if not found or min(found) < 1:
-        raise UsageError(f"reviews are positive whole numbers with commas between, got {text!r}: write 5000,50000.")
-    return found
-
-
 def _draw(path: Path, sweep: Sequence[Row]) -> None:
     """Draw the seconds of a step of tensor parallelism over those of data parallelism against the tokens of a step."""
-    from dure.report.figures import Band, grid
-    from dure.report.files import replacing
-
     panels: dict[tuple[str, str], list[Band]] = {}
     for model in MODELS:
         bands = []
@@ -311,67 +295,53 @@ def _draw(path: Path, sweep: Sequence[Row]) -> None:
             places = [math.log2(row["batch"] * row["tokens"]) for row in data]
             pairs = zip(data, tensor, strict=True)
             ratios = [math.log2(b["seconds_per_step"] / a["seconds_per_step"]) for a, b in pairs]
-            bands.append(Band(f"{gbits:g} Gbit/s", places, ratios, [0.0] * len(ratios)))
-        bands.append(Band("equal", [places[0], places[-1]], [0.0, 0.0], [0.0, 0.0]))
+            bands.append(line(f"{gbits:g} Gbit/s", places, ratios))
+        bands.append(line("equal", [places[0], places[-1]], [0.0, 0.0]))
         panels["tensor / data", f"{model.upper()}-base"] = bands
-    with replacing(path) as file:
-        file.write(grid(panels, x_label="tokens of a step, log2", y_label="seconds, log2", percent=False))
+    draw(path, panels, x="tokens of a step, log2", y="seconds, log2")
 
 
-def _rows_table(result: dict[str, Any]) -> Table:
-    from rich import box
-    from rich.table import Table
-
+def _rows_table(result: Row) -> Table:
     most = max(row["reviews"] for row in result["rows"])
-    shown = Table(box=box.SIMPLE_HEAD, header_style="bold", caption_justify="left")
-    shown.caption = (
+    caption = (
         f"A run over {most:,} reviews; the paper's was over 50,000, of unknown epochs. Virtual seconds are those of a "
         "model: GPUs, mini-batch and lengths are assumed, and the network is swept. By form: without overlap and "
         "latencies. GB: memory of the worker that needs most."
     )
-    columns = (
-        "time",
-        "model",
-        "parallelism",
-        "card",
-        "samples x tokens",
-        "s/step",
-        "by form",
-        "MB/step",
-        "GB",
-        "run",
-        "paper",
-    )
-    for number, name in enumerate(columns):
-        shown.add_column(name, justify="left" if number < 3 else "right")
-    for row in result["rows"]:
-        if row["reviews"] == most:
-            card = "" if row["gbits"] is None else f"{row['gbits']:g} Gbit/s"
-            form = "" if row["closed_form"] is None else f"{row['closed_form']:.3f}"
-            memory = "" if row["memory"] is None else f"{sum(row['memory'].values()) / 1e9:.2f}"
-            paper = PAPER.get((row["model"], row["parallelism"]))
-            shown.add_row(
-                *(row["time"], row["model"], row["parallelism"], card, f"{row['batch']} x {row['tokens']}"),
-                *(f"{row['seconds_per_step']:.3f}", form, f"{row['bytes_per_step'] / 1e6:,.0f}", memory),
-                *(f"{row['seconds']:,.0f} s", "" if paper is None else f"{paper} s"),
-            )
-    return shown
+    columns: Columns = [
+        ("time", "{time}"),
+        ("model", "{model}"),
+        ("parallelism", "{parallelism}"),
+        ("card", known("gbits", "{:g} Gbit/s")),
+        ("samples x tokens", "{batch} x {tokens}"),
+        ("s/step", "{seconds_per_step:.3f}"),
+        ("by form", known("closed_form", "{:.3f}")),
+        ("MB/step", lambda row: f"{row['bytes_per_step'] / 1e6:,.0f}"),
+        ("GB", lambda row: "" if row["memory"] is None else f"{sum(row['memory'].values()) / 1e9:.2f}"),
+        ("run", "{seconds:,.0f} s"),
+        ("paper", known("paper", "{} s")),
+    ]
+    largest = (row for row in result["rows"] if row["reviews"] == most)
+    rows = [{**row, "paper": PAPER.get((row["model"], row["parallelism"]))} for row in largest]
+    return table_of(rows, columns, caption, texts=("time", "model", "parallelism"))
 
 
-def _border_table(result: dict[str, Any]) -> Table:
-    from rich import box
-    from rich.table import Table
+def _border_table(result: Row) -> Table:
+    def border(row: Row) -> str:
+        if row["tokens"] is not None:
+            return f"{row['tokens']:,.0f}"
+        return (
+            f"below {WORKERS * SWEPT[0]}" if row["smallest_step_won_by"] == "data" else f"above {WORKERS * SWEPT[-1]}"
+        )
 
-    shown = Table(box=box.SIMPLE_HEAD, header_style="bold", caption_justify="left")
-    shown.caption = (
+    columns: Columns = [
+        ("model", "{model}"),
+        ("card", "{gbits:g} Gbit/s"),
+        ("border, tokens", border),
+        ("by form", "{closed_form:,.0f}"),
+    ]
+    caption = (
         "Tensor parallelism is faster for steps of fewer tokens, all samples together, data parallelism for more. By "
         f"form: the same for every network. The picture is {result['picture']}."
     )
-    for number, name in enumerate(("model", "card", "border, tokens", "by form")):
-        shown.add_column(name, justify="left" if number < 1 else "right")
-    least = WORKERS * SWEPT[0]
-    for row in result["border"]:
-        missing = f"below {least}" if row["smallest_step_won_by"] == "data" else f"above {WORKERS * SWEPT[-1]}"
-        found = missing if row["tokens"] is None else f"{row['tokens']:,.0f}"
-        shown.add_row(row["model"], f"{row['gbits']:g} Gbit/s", found, f"{row['closed_form']:,.0f}")
-    return shown
+    return table_of(result["border"], columns, caption, texts=("model",))

@@ -7,8 +7,10 @@ work. All workers compute as long as in the rows of `bert_albert`, so that the r
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+from dure_studies.output import Columns, Row, table_of
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -16,8 +18,6 @@ if TYPE_CHECKING:
     from dure.job.initial_model import InitialModel
     from dure.job.job import Job
     from dure.runtime.virtual.cluster import Cluster
-
-Row = dict[str, Any]
 
 REVIEWS, BATCH, TOKENS, WORKERS = 50_000, 48, 128, 6
 """Reviews of an epoch, samples of a step of all workers, and word pieces of each, of the main rows too."""
@@ -85,19 +85,21 @@ def _row(strategy: str, cluster: Cluster, job: Job, model: InitialModel, length:
 
 def table(found: Sequence[Row]) -> Table:
     """A line for each method: seconds of a step over each network, bytes, and staleness."""
-    from rich import box
-    from rich.table import Table
+    by_strategy: dict[str, list[Row]] = {}
+    for row in sorted(found, key=lambda row: row["gbits"]):
+        by_strategy.setdefault(row["strategy"], []).append(row)
+    networks = sorted({row["gbits"] for row in found})
 
-    shown = Table(box=box.SIMPLE_HEAD, header_style="bold", caption_justify="left")
-    shown.caption = (
+    def seconds(place: int) -> Callable[[list[Row]], str]:
+        return lambda own: f"{own[place]['seconds_per_step']:.3f}"
+
+    columns: Columns = [
+        ("method", lambda own: own[0]["strategy"]),
+        *((f"s/step, {gbits:g} Gbit/s", seconds(place)) for place, gbits in enumerate(networks)),
+        ("MB/step", lambda own: f"{own[-1]['bytes_per_step'] / 1e6:,.0f}"),
+        ("staleness", lambda own: f"{own[-1]['staleness']:.1f}"),
+    ]
+    caption = (
         f"BERT, data-parallel, steps of {BATCH} x {TOKENS}. Seconds are those of a step; a method may need more steps."
     )
-    networks = sorted({row["gbits"] for row in found})
-    shown.add_column("method")
-    for name in (*(f"s/step, {gbits:g} Gbit/s" for gbits in networks), "MB/step", "staleness"):
-        shown.add_column(name, justify="right")
-    for strategy in dict.fromkeys(row["strategy"] for row in found):
-        own = sorted((row for row in found if row["strategy"] == strategy), key=lambda row: row["gbits"])
-        seconds = [f"{row['seconds_per_step']:.3f}" for row in own]
-        shown.add_row(strategy, *seconds, f"{own[-1]['bytes_per_step'] / 1e6:,.0f}", f"{own[-1]['staleness']:.1f}")
-    return shown
+    return table_of(by_strategy.values(), columns, caption, texts=("method",))

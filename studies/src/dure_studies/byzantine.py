@@ -17,14 +17,16 @@ import math
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
 import torch
 
-from dure.errors import DivergedError, UsageError
+from dure.errors import DivergedError
 from dure.sync.base import Traits
 from dure.sync.bsp import BSP
-from dure_studies.flags import ROUNDS, SEEDS
+from dure_studies.flags import ROUNDS, SEEDS, check_counts
+from dure_studies.output import Columns, spread, table_of
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -37,22 +39,11 @@ MOST = 7
 
 SCALE = 10.0
 
-Lie = Callable[[torch.Tensor, torch.Generator], torch.Tensor]
-
-
-def _random(truth: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    return torch.randn(truth.shape, generator=generator, dtype=truth.dtype)
-
-
-def _inverted(truth: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    return -truth
-
-
-def _constant(truth: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    return torch.ones_like(truth)
-
-
-LIES: Mapping[str, Lie] = {"random": _random, "inverted": _inverted, "constant": _constant}
+LIES: Mapping[str, Callable[[torch.Tensor, torch.Generator], torch.Tensor]] = {
+    "random": lambda truth, generator: torch.randn(truth.shape, generator=generator, dtype=truth.dtype),
+    "inverted": lambda truth, _: -truth,
+    "constant": lambda truth, _: torch.ones_like(truth),
+}
 
 
 class Aggregation(NamedTuple):
@@ -91,8 +82,7 @@ class Lied(BSP):
         return lie.mul_(SCALE * truth.norm() / lie.norm().clamp_min(torch.finfo(lie.dtype).tiny))
 
 
-QUICK: dict[str, Any] = {"rounds": 30, "seeds": 1}
-"""Flags of the reduced form."""
+quick = {"rounds": 30, "seeds": 1}
 
 
 def reproduce(*, rounds: Annotated[int, ROUNDS] = 100, seeds: Annotated[int, SEEDS] = 3) -> dict[str, Any]:
@@ -103,9 +93,7 @@ def reproduce(*, rounds: Annotated[int, ROUNDS] = 100, seeds: Annotated[int, SEE
 
     Raises `UsageError` for numbers that are out of range.
     """
-    for name, value in (("rounds", rounds), ("seeds", seeds)):
-        if value < 1:
-            raise UsageError(f"{name} must be at least 1, got {value}.")
+    check_counts(rounds=rounds, seeds=seeds)
     cases = [("none", 0), *((lie, liars) for lie in LIES for liars in range(1, MOST + 1))]
     rows = [_row(lie, liars, rule, rounds, seeds) for lie, liars in cases for rule in RULES]
     return {"reproduce": "byzantine", "time": "virtual", "rounds": rounds, "seeds": seeds, "rows": rows}
@@ -113,24 +101,26 @@ def reproduce(*, rounds: Annotated[int, ROUNDS] = 100, seeds: Annotated[int, SEE
 
 def table(result: dict[str, Any]) -> Table:
     """A row for each kind of lie and each rule, a column for each number of liars."""
-    from rich import box
-    from rich.table import Table
+    found = {(row["lie"], row["byzantine"], row["rule"]): row["accuracy"] for row in result["rows"]}
 
+    def of_liars(liars: int) -> Callable[[tuple[str, str]], str]:
+        def cell(row: tuple[str, str]) -> str:
+            lie, rule = row
+            accuracy = found[lie if liars else "none", liars, rule]
+            return "diverged" if math.isnan(accuracy) else f"{accuracy:.1%}"
+
+        return cell
+
+    columns: Columns = [
+        ("who lies says", lambda row: row[0]),
+        ("rule", lambda row: row[1]),
+        *((str(liars), of_liars(liars)) for liars in range(MOST + 1)),
+    ]
     caption = (
         f"test accuracy of digits-mlp after {result['rounds']} rounds by how many of {WORKERS} workers lie, mean of "
         f"{result['seeds']} seeds. Workers and links are virtual, gradients and messages real."
     )
-    shown = Table(box=box.SIMPLE_HEAD, header_style="bold", caption=caption, caption_justify="left")
-    shown.add_column("who lies says")
-    shown.add_column("rule")
-    for liars in range(MOST + 1):
-        shown.add_column(str(liars), justify="right")
-    found = {(row["lie"], row["byzantine"], row["rule"]): row["accuracy"] for row in result["rows"]}
-    for lie in LIES:
-        for rule in RULES:
-            cells = [found["none", 0, rule], *(found[lie, liars, rule] for liars in range(1, MOST + 1))]
-            shown.add_row(lie, rule, *("diverged" if math.isnan(cell) else f"{cell:.1%}" for cell in cells))
-    return shown
+    return table_of(product(LIES, RULES), columns, caption, texts=("who lies says", "rule"))
 
 
 def accuracy(lie: str, liars: int, rule: Aggregation, *, rounds: int, seed: int = 0) -> float:
@@ -149,5 +139,10 @@ def accuracy(lie: str, liars: int, rule: Aggregation, *, rounds: int, seed: int 
 def _row(lie: str, liars: int, rule: str, rounds: int, seeds: int) -> dict[str, Any]:
     found = [accuracy(lie, liars, RULES[rule], rounds=rounds, seed=seed) for seed in range(seeds)]
     mean = statistics.fmean(found)
-    spread = math.nan if math.isnan(mean) else statistics.stdev(found) if seeds > 1 else 0.0
-    return {"lie": lie, "byzantine": liars, "rule": rule, "accuracy": mean, "spread": spread}
+    return {
+        "lie": lie,
+        "byzantine": liars,
+        "rule": rule,
+        "accuracy": mean,
+        "spread": math.nan if math.isnan(mean) else spread(found),
+    }

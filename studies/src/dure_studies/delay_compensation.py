@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from dure.runtime.virtual.cluster import Cluster
+from dure.runtime.virtual.compute import LogNormal
 from dure_studies.study import OfSeed, Setting, Statement, Study, less
 
 GROUPS = (4, 16)
@@ -21,9 +23,6 @@ METHODS = {
 
 
 def _settings() -> Mapping[str, Setting]:
-    from dure.runtime.virtual.cluster import Cluster
-    from dure.runtime.virtual.compute import LogNormal
-
     found = {}
     for workers in GROUPS:
         cluster = Cluster.uniform(workers, compute=LogNormal(seconds=0.01, sigma=0.3))
@@ -31,8 +30,8 @@ def _settings() -> Mapping[str, Setting]:
         for rate in RATES:
             for line, strategy in METHODS.items():
                 found[f"{line}, {workers} workers, rate {rate}"] = Setting(
-                    strategy=strategy,
-                    cluster=cluster,
+                    strategy,
+                    cluster,
                     options={"lr": rate, "exact": False},
                     share=share,
                     panel=f"rate {rate}",
@@ -40,13 +39,7 @@ def _settings() -> Mapping[str, Setting]:
                     at=workers,
                 )
         found[f"BSP, {workers} workers"] = Setting(
-            strategy="bsp ps",
-            cluster=cluster,
-            options={"lr": 0.3, "exact": False},
-            share=share,
-            panel="BSP",
-            line="BSP",
-            at=workers,
+            "bsp ps", cluster, options={"lr": 0.3, "exact": False}, share=share, panel="BSP", line="BSP", at=workers
         )
     return found
 
@@ -83,4 +76,3 @@ STUDY = Study(
         *(_ahead_of_bsp(workers) for workers in GROUPS),
     ),
 )
-reproduce, table, QUICK = STUDY.reproduce, STUDY.table, STUDY.quick

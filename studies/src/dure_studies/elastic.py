@@ -16,6 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
+from dure.runtime.virtual.cluster import Cluster, Link
 from dure_studies.study import FigureColumn, Row, Setting, Statement, Study, learnt, less
 
 if TYPE_CHECKING:
@@ -28,9 +29,7 @@ ELASTICITIES = (0.01, 0.05, 0.225, 0.5)
 
 
 def _settings() -> Mapping[str, Setting]:
-    from dure.runtime.virtual.cluster import Cluster, Link
-
-    shared = Setting(strategy="", cluster=Cluster.uniform(WORKERS, link=Link(bandwidth="1 Gbit/s")))
+    shared = Setting("", Cluster.uniform(WORKERS, link=Link(bandwidth="1 Gbit/s")))
     shared = replace(shared, options={"exact": False, "eval_every": 16}, panel="best rate of each", rates=RATES)
     found = {}
     for period in PERIODS:
@@ -87,16 +86,18 @@ STUDY = Study(
     name="elastic",
     about=f"mnist-mlp with {WORKERS} workers over one server of 1 Gbit/s, each setting at its best rate of {RATES}.",
     settings=_settings,
-    columns=("lr", "accuracy", "seconds_to_target", "megabytes", "distance"),
-    more_columns={"distance": FigureColumn("distance from master", "{:.4f}")},
+    columns=(
+        "lr",
+        "accuracy",
+        "seconds_to_target",
+        "megabytes",
+        FigureColumn("distance", "distance from master", "{:.4f}"),
+    ),
     rounds=256,
     measure=with_distance,
     x="steps between two exchanges, or elasticity",
     statements=(
-        Statement(
-            "EASGD bears a period of 64: at least 90 %",
-            lambda row: row["EASGD, period 64"]["accuracy"] >= 0.9,
-        ),
+        Statement("EASGD bears a period of 64: at least 90 %", lambda row: row["EASGD, period 64"]["accuracy"] >= 0.9),
         Statement(
             "EASGD's accuracies at the periods 1 to 64 differ by at most 3 points",
             lambda row: (
@@ -110,4 +111,3 @@ STUDY = Study(
         *(_further(near, far) for far, near in pairwise(ELASTICITIES)),
     ),
 )
-reproduce, table, QUICK = STUDY.reproduce, STUDY.table, STUDY.quick

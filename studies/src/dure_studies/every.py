@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import arg
 
-from dure.errors import UsageError
+from dure.core.regular_file import check_output
 from dure.job.data.location import data_root
 from dure_studies.flags import DATA
+from dure_studies.output import Columns, Row, table_of
 from dure_studies.papers import papers
 
 if TYPE_CHECKING:
@@ -43,8 +44,6 @@ FOLDERS = ("examples", "bench")
 """Folders of a checkout that commands name."""
 
 DONE, SKIPPED, FAILED = "done", "skipped", "failed"
-
-Row = dict[str, Any]
 
 
 def commands(quick: bool) -> list[str]:
@@ -71,10 +70,7 @@ def reproduce(
 
     Raises `UsageError` if the report cannot be written, `DataError` if there is no folder `data`.
     """
-    if not out.absolute().parent.is_dir():
-        raise UsageError(f"cannot write {out}: there is no folder {out.parent}.")
-    if out.is_dir():
-        raise UsageError(f"cannot write {out}: it is a folder. Name a file, as in {out / 'papers.html'}.")
+    check_output(out)
     environ = {**environ, "OMP_NUM_THREADS": "1", "COLUMNS": "150"}
     if data is not None or environ.get("DURE_DATA"):
         environ["DURE_DATA"] = str(data_root(data, environ).absolute())
@@ -89,17 +85,13 @@ def reproduce(
 
 def table(result: dict[str, Any]) -> Table:
     """A line for each command."""
-    from rich import box
-    from rich.table import Table
-
+    columns: Columns = [
+        ("command", "{command}"),
+        ("seconds", "{seconds:.0f}"),
+        ("state", lambda row: f"{row['state']} {row['why']}".strip()),
+    ]
     caption = f"Output and drawings: {result['report']}. Two commands at a time, so seconds are more than of one alone."
-    shown = Table(box=box.SIMPLE_HEAD, header_style="bold", caption=caption, caption_justify="left")
-    shown.add_column("command", overflow="fold")
-    shown.add_column("seconds", justify="right")
-    shown.add_column("state", overflow="fold")
-    for row in result["rows"]:
-        shown.add_row(row["command"], f"{row['seconds']:.0f}", f"{row['state']} {row['why']}".strip())
-    return shown
+    return table_of(result["rows"], columns, caption, texts=("command", "state"), fold=True)
 
 
 def _reduced(command: str) -> str:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from dure.runtime.virtual.cluster import Cluster, Link, Machines
+from dure.runtime.virtual.compute import Constant
 from dure_studies.study import OfSeed, Setting, Statement, Study, less
 
 WORKERS, STEP, LINK = 8, 0.01, "100 Mbit/s"
@@ -21,9 +23,6 @@ METHODS = {
 
 
 def _settings() -> Mapping[str, Setting]:
-    from dure.runtime.virtual.cluster import Cluster, Link, Machines
-    from dure.runtime.virtual.compute import Constant
-
     def cluster(factor: int) -> Cluster:
         step = Constant(seconds=STEP)
         slow = Machines(compute=step, speed=1 / factor)
@@ -31,8 +30,8 @@ def _settings() -> Mapping[str, Setting]:
 
     return {
         f"{line}, {factor}x": Setting(
-            strategy=strategy,
-            cluster=cluster(factor),
+            strategy,
+            cluster(factor),
             options={"lr": lr, "exact": False, "eval_every": 6},
             panel=f"one worker slower, {LINK}",
             line=line,
@@ -72,4 +71,3 @@ STUDY = Study(
         *(_first(other, factor) for factor in FACTORS for other in ("BSP, ring", "Downpour")),
     ),
 )
-reproduce, table, QUICK = STUDY.reproduce, STUDY.table, STUDY.quick

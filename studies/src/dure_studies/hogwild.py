@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from dure.runtime.virtual.cluster import Cluster
 from dure_studies.study import FigureColumn, OfSeed, Row, Setting, Statement, Study
 
 if TYPE_CHECKING:
@@ -27,26 +28,21 @@ LOCKS = ("none", "write", "readwrite")
 
 
 def _settings() -> Mapping[str, Setting]:
-    from dure.runtime.virtual.cluster import Cluster
-
     cluster, found = Cluster.uniform(WORKERS), {}
     for job in (SPARSE, DENSE):
         for batch in BATCHES:
             found[f"{job}, conflicts, batch {batch}"] = Setting(
-                strategy="hogwild shared", cluster=cluster, options={"batch_size": batch}, job=job
+                "hogwild shared", cluster, options={"batch_size": batch}, job=job
             )
     for lock in LOCKS:
-        found[f"{DENSE}, lock={lock}"] = Setting(strategy=f"asysvrg:lock={lock} shared", cluster=cluster, job=DENSE)
+        found[f"{DENSE}, lock={lock}"] = Setting(f"asysvrg:lock={lock} shared", cluster, job=DENSE)
     return found
 
 
 def _measure(_study: Study, job: Job, setting: Setting, rounds: int, seed: int) -> Row:
-    from dure.run.train import train
-
     if "batch_size" in setting.options:
         return dict(zip(("table", "elements"), conflicts(job, setting.options["batch_size"], seed), strict=True))
-    run = train(job, strategy=setting.strategy, on=setting.cluster, steps=rounds, seed=seed, timing_only=True)
-    summary = run.summary()
+    summary = setting.train(job, seed=seed, steps=rounds, timing_only=True).summary()
     return {"speed": summary["samples"] / summary["seconds"]}
 
 
@@ -86,12 +82,11 @@ STUDY = Study(
     settings=_settings,
     measure=_measure,
     rounds=100,
-    columns=("table", "elements", "speed"),
-    more_columns={
-        "table": FigureColumn("conflicts, rows of the table", "{:.0%}"),
-        "elements": FigureColumn("conflicts, all elements", "{:.0%}"),
-        "speed": FigureColumn("samples per second", "{:,.0f}"),
-    },
+    columns=(
+        FigureColumn("table", "conflicts, rows of the table", "{:.0%}"),
+        FigureColumn("elements", "conflicts, all elements", "{:.0%}"),
+        FigureColumn("speed", "samples per second", "{:,.0f}"),
+    ),
     statements=(
         Statement(
             "Sparse model, single samples: fewer than half of the elements of an update are in conflict",
@@ -112,4 +107,3 @@ STUDY = Study(
     ),
     quick={"rounds": 10, "seeds": 1},
 )
-reproduce, table, QUICK = STUDY.reproduce, STUDY.table, STUDY.quick

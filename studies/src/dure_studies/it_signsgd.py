@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from tyro.conf import arg
 
-from dure.core.spec_text import names
-from dure.errors import UsageError
-from dure_studies.flags import DATA, OUT, ROUNDS, SEEDS
+from dure.core.regular_file import check_output
+from dure_studies.flags import DATA, OUT, ROUNDS, SEEDS, check_counts, listed
 from dure_studies.it_signsgd_modes import METHODS, MODES, WORKERS, Contender, batch_sizes
+from dure_studies.output import Columns, draw, spread, statement_table, table_of
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from dure.job.data.dataset import Data
     from dure.job.job import Job
+    from dure.report.figures import Band
     from dure_studies.vote_rounds import Learned
 
 EVALUATIONS = 12
@@ -125,12 +126,11 @@ class Curve:
         columns = [[run.accuracies[step] for run in runs] for step in rounds]
         sent = statistics.mean(run.bytes_per_step for run in runs)
         received = statistics.mean(run.bytes_back_per_step for run in runs)
-        means, spreads = tuple(map(statistics.mean, columns)), tuple(map(_deviation, columns))
+        means, spreads = tuple(map(statistics.mean, columns)), tuple(map(spread, columns))
         return cls(rounds, means, spreads, tuple(columns[-1]), sent, received)
 
 
-QUICK: dict[str, Any] = {"dataset": "mnist", "rounds": 60, "seeds": 1}
-"""Flags of the reduced form."""
+quick = {"dataset": "mnist", "rounds": 60, "seeds": 1}
 
 
 def reproduce(
@@ -151,12 +151,10 @@ def reproduce(
 
     Raises `UsageError` for options that do not fit, `DataError` if data is missing; both before the training.
     """
-    wanted = _datasets(dataset or ("mnist" if sweep else ",".join(JOBS)))
-    for name, value in (("rounds", rounds), ("seeds", seeds)):
-        if value < 1:
-            raise UsageError(f"{name} must be at least 1, got {value}.")
-    if not sweep and not out.absolute().parent.is_dir():
-        raise UsageError(f"cannot write {out}: there is no folder {out.parent}.")
+    wanted = listed("dataset", dataset or ("mnist" if sweep else ",".join(JOBS)), list(JOBS))
+    check_counts(rounds=rounds, seeds=seeds)
+    if not sweep:
+        check_output(out)
     jobs = {name: JOBS[name](data) for name in wanted}
     result = {
         "reproduce": "it-signsgd",
@@ -221,42 +219,27 @@ def _by_seed(finals: Finals, name: str, method: str) -> list[tuple[float, ...]]:
 
 def table(result: dict[str, Any]) -> Table | Group:
     """The rows, and the statements."""
-    from rich import box
     from rich.console import Group
-    from rich.table import Table
-
-    from dure_studies.study import statement_table
 
     if "choices" in result:
         from dure_studies import it_signsgd_sweep
 
         return it_signsgd_sweep.table(result)
+    columns: Columns = [
+        ("data", "{dataset}"),
+        ("mode", "{mode}"),
+        ("small batches", lambda row: f"{MODES[row['mode']]} of {WORKERS}"),
+        ("method", "{method}"),
+        ("accuracy", "{accuracy:.2%}"),
+        ("spread", "{spread:.2%}" if result["seeds"] > 1 else "\N{EN DASH}"),
+        ("bytes sent a step", "{bytes_per_step:,.0f}"),
+        ("received", "{bytes_back_per_step:,.0f}"),
+    ]
     caption = (
         f"test accuracy after {result['rounds']} rounds, mean and standard deviation over seeds ({result['seeds']}). "
         f"Workers are virtual, gradients and messages real. Curves: {result['picture']}"
     )
-    shown = Table(box=box.SIMPLE_HEAD, header_style="bold", caption=caption, caption_justify="left")
-    for name in ("data", "mode", "small batches", "method", "accuracy", "spread", "bytes sent a step", "received"):
-        shown.add_column(name, justify="left" if name in ("data", "method") else "right")
-    for row in result["rows"]:
-        few = f"{MODES[row['mode']]} of {WORKERS}"
-        spread = f"{row['spread']:.2%}" if result["seeds"] > 1 else "\N{EN DASH}"
-        figures = (
-            f"{row['accuracy']:.2%}",
-            spread,
-            f"{row['bytes_per_step']:,.0f}",
-            f"{row['bytes_back_per_step']:,.0f}",
-        )
-        shown.add_row(row["dataset"], str(row["mode"]), few, row["method"], *figures)
-    return Group(shown, statement_table(result))
-
-
-def _datasets(text: str) -> list[str]:
-    wanted = [name.strip() for name in text.split(",")]
-    for name in wanted:
-        if name not in JOBS:
-            raise UsageError(f"it-signsgd has the data sets {names(JOBS)}, got {name!r}. Write mnist,cifar10 for both.")
-    return list(dict.fromkeys(wanted))
+    return Group(table_of(result["rows"], columns, caption, texts=("data", "method")), statement_table(result))
 
 
 def _curve(job: Job, mode: int, contender: Contender, rate: float, rounds: int, seeds: int) -> Curve:
@@ -267,18 +250,12 @@ def _curve(job: Job, mode: int, contender: Contender, rate: float, rounds: int, 
     return Curve.of([learn(job, trial, rounds=rounds, every=every, seed=seed) for seed in range(seeds)])
 
 
-def _deviation(values: Sequence[float]) -> float:
-    return statistics.stdev(values) if len(values) > 1 else 0.0
-
-
 def _draw(path: Path, curves: Mapping[tuple[str, int, str], Curve]) -> None:
     """Draw a row of panels for each data set, a panel for each mode, and a line with its spread for each method."""
-    from dure.report.figures import Band, grid
-    from dure.report.files import replacing
+    from dure.report.figures import Band
 
     panels: dict[tuple[str, str], list[Band]] = {}
     for (name, mode, method), curve in curves.items():
         title = f"mode {mode}: {MODES[mode]} of {WORKERS} have small batches"
         panels.setdefault((name, title), []).append(Band(method, curve.rounds, curve.means, curve.spreads))
-    with replacing(path) as file:
-        file.write(grid(panels, x_label="rounds", y_label="test accuracy"))
+    draw(path, panels, x="rounds", y="test accuracy", percent=True)

@@ -15,6 +15,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from dure_studies.it_signsgd_modes import MANY, METHODS, MODES, batch_sizes
+from dure_studies.output import Columns, table_of
 from dure_studies.vote_rounds import Learned, VoteTrial, learn
 
 if TYPE_CHECKING:
@@ -68,25 +69,24 @@ def swept(jobs: Mapping[str, Job], rounds: int, seeds: int) -> dict[str, Any]:
 
 def table(result: dict[str, Any]) -> Table:
     """A line for each choice, and the paper's statements below."""
-    from rich import box
-    from rich.table import Table
-
+    columns: Columns = [
+        ("data", "{dataset}"),
+        ("choice", "{choice}"),
+        ("majority", "{majority:.1%}"),
+        (f"lead, mode {EVEN}", lambda row: f"{100 * row['lead_even']:+.2f}"),
+        (f"mode {UNEQUAL}", lambda row: f"{100 * row['lead']:+.2f}"),
+        ("ahead", f"{{ahead}} of {result['seeds']}"),
+        ("ranking", f"{{ranking}} of {result['seeds']}"),
+        ("p small", "{error_small:.2f}"),
+        ("p large", "{error_large:.2f}"),
+        ("largest weight", "{leading:.0%}"),
+    ]
     caption = (
         f"points by which the weighted vote leads the majority after {result['rounds']} rounds, means of "
         f"{result['seeds']} seeds. largest weight: share of coordinates in which the weight of a worker with large "
         f"batches is the largest, mode {UNEQUAL}\n\n" + "\n".join(counted(result))
     )
-    shown = Table(box=box.SIMPLE_HEAD, header_style="bold", caption=caption, caption_justify="left")
-    for name in ("data", "choice", "majority", f"lead, mode {EVEN}", f"mode {UNEQUAL}", "ahead", "ranking"):
-        shown.add_column(name, justify="left" if name in ("data", "choice") else "right")
-    for name in ("p small", "p large", "largest weight"):
-        shown.add_column(name, justify="right")
-    for row in result["rows"]:
-        seeds = (f"{row[each]} of {result['seeds']}" for each in ("ahead", "ranking"))
-        leads = (f"{100 * row[each]:+.2f}" for each in ("lead_even", "lead"))
-        estimates = (f"{row['error_small']:.2f}", f"{row['error_large']:.2f}", f"{row['leading']:.0%}")
-        shown.add_row(row["dataset"], row["choice"], f"{row['majority']:.1%}", *leads, *seeds, *estimates)
-    return shown
+    return table_of(result["rows"], columns, caption, texts=("data", "choice"))
 
 
 def counted(result: dict[str, Any]) -> list[str]:

@@ -17,8 +17,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from dure.runtime.virtual.cluster import Cluster
+from dure.runtime.virtual.compute import ShiftedExponential
 from dure_studies.study import FigureColumn, OfSeed, Row, Setting, Statement, Study
 
 if TYPE_CHECKING:
@@ -56,9 +58,6 @@ def expected(method: str, k: int, shift: float) -> float:
 
 
 def _settings() -> Mapping[str, Setting]:
-    from dure.runtime.virtual.cluster import Cluster
-    from dure.runtime.virtual.compute import ShiftedExponential
-
     found = {}
     for kind, shift in SHIFTS.items():
         cluster = Cluster.uniform(WORKERS, compute=ShiftedExponential(seconds=1.0, shift=shift))
@@ -67,28 +66,22 @@ def _settings() -> Mapping[str, Setting]:
         for method, k, given in runs:
             facts = {"expected": expected(method, k, shift), "k": k, "learns": not shift and (method, k) in LEARNERS}
             found[f"{kind}, {method}:{given}"] = Setting(
-                strategy=f"{method}:{given} ps", cluster=cluster, line=f"{method}:{given}", panel=kind, facts=facts
+                f"{method}:{given} ps", cluster, line=f"{method}:{given}", panel=kind, facts=facts
             )
     return found
 
 
 def _measure(_study: Study, job: Job, setting: Setting, rounds: int, seed: int) -> Row:
     """Seconds of an update over about `rounds` updates, without tensors; of a learner its excess loss over time too."""
-    from dure.run.train import train
-
-    facts = setting.facts
-    options: dict[str, Any] = {"strategy": setting.strategy, "on": setting.cluster, "steps": 10**6, "seed": seed}
-    timed = train(job, seconds=rounds * facts["expected"], timing_only=True, **options).summary()
-    seconds = timed["seconds"] * facts["k"] / max(1, timed["updates_applied"])
-    row = {
-        "expected": facts["expected"],
-        "measured": seconds,
-        "error": seconds / facts["expected"] - 1,
-        "staleness": timed["staleness"]["mean"],
-    }
-    if not facts["learns"]:
+    k, expected, learns = (setting.facts[name] for name in ("k", "expected", "learns"))
+    timed = setting.train(job, seed=seed, steps=10**6, seconds=rounds * expected, timing_only=True).summary()
+    seconds = timed["seconds"] * k / max(1, timed["updates_applied"])
+    staleness = timed["staleness"]["mean"]
+    row = {"expected": expected, "measured": seconds, "error": seconds / expected - 1, "staleness": staleness}
+    if not learns:
         return row
-    run = train(job, seconds=HORIZON, lr=RATE, eval_every=1, eval_samples=len(job.train), exact=True, **options)
+    evaluated = {"eval_every": 1, "eval_samples": len(job.train), "exact": True}
+    run = setting.train(job, seed=seed, steps=10**6, seconds=HORIZON, lr=RATE, **evaluated)
     history = [{**point, "excess": point["loss"] - _least(job)} for point in run.history]
     late = [point["excess"] for point in history if point["seconds"] > LATE]
     early = next(point["excess"] for point in history if point["seconds"] >= EARLY)
@@ -127,14 +120,14 @@ STUDY = Study(
     settings=_settings,
     measure=_measure,
     rounds=500,
-    columns=("expected", "measured", "error", "staleness", "early", "late"),
-    more_columns={
-        "expected": FigureColumn("s per update, closed form or bound", "{:.3f}"),
-        "measured": FigureColumn("measured", "{:.3f}"),
-        "error": FigureColumn("error", "{:+.1%}"),
-        "early": FigureColumn(f"excess loss at {EARLY:g} s", "{:.3f}"),
-        "late": FigureColumn(f"from {LATE:g} s", "{:.4f}"),
-    },
+    columns=(
+        FigureColumn("expected", "s per update, closed form or bound", "{:.3f}"),
+        FigureColumn("measured", "measured", "{:.3f}"),
+        FigureColumn("error", "error", "{:+.1%}"),
+        "staleness",
+        FigureColumn("early", f"excess loss at {EARLY:g} s", "{:.3f}"),
+        FigureColumn("late", f"from {LATE:g} s", "{:.4f}"),
+    ),
     x="seconds",
     y="excess",
     statements=(
@@ -175,4 +168,3 @@ STUDY = Study(
     ),
     quick={"rounds": 100, "seeds": 1},
 )
-reproduce, table, QUICK = STUDY.reproduce, STUDY.table, STUDY.quick

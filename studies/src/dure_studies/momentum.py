@@ -18,13 +18,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from dure.runtime.virtual.cluster import Cluster, Link, Machines
+from dure.runtime.virtual.compute import Compute, Constant, Pareto, ShiftedExponential
 from dure_studies.study import FigureColumn, OfSeed, Row, Setting, Statement, Study, learnt, less
 
 if TYPE_CHECKING:
     import torch
 
     from dure.job.job import Job
-    from dure.runtime.virtual.cluster import Cluster
     from dure.topology.correction import Update
 
 GROUPS = (2, 4, 8)
@@ -95,9 +96,6 @@ def fitted(study: Study, job: Job, setting: Setting, rounds: int, seed: int) -> 
 
 
 def _quadratics() -> dict[str, Setting]:
-    from dure.runtime.virtual.cluster import Cluster, Link, Machines
-    from dure.runtime.virtual.compute import Compute, Constant, Pareto, ShiftedExponential
-
     def free(workers: int, compute: Compute) -> Cluster:
         """A cluster whose messages take no time."""
         machines = (Machines(count=workers, compute=compute),)
@@ -111,40 +109,27 @@ def _quadratics() -> dict[str, Setting]:
     sizes = [("exponential", workers) for workers in GROUPS] + [("Pareto", GROUPS[-1]), ("constant", GROUPS[-1])]
     return {
         f"{kind}, {workers} workers": Setting(
-            strategy="downpour ps",
-            cluster=free(workers, kinds[kind]),
-            job=QUADRATIC,
-            panel="momentum",
-            line=kind,
-            at=workers,
+            "downpour ps", free(workers, kinds[kind]), job=QUADRATIC, panel="momentum", line=kind, at=workers
         )
         for kind, workers in sizes
     }
 
 
 def _trainings() -> dict[str, Setting]:
-    from dure.runtime.virtual.cluster import Cluster
-    from dure.runtime.virtual.compute import ShiftedExponential
-
     cluster = Cluster.uniform(MNIST_WORKERS, compute=ShiftedExponential(seconds=0.01, shift=0.0))
-    found = {}
-    strategies = {
-        "momentum 0.9": ("downpour ps", "momentum:momentum=0.9"),
-        "momentum 0": ("downpour ps", None),
-        "compensated to 0.9": ("downpour+momentum-compensation:target=0.9 ps", None),
-        "compensated to 0.5": ("downpour+momentum-compensation:target=0.5 ps", None),
+    optimizer = {"optimizer": "momentum:momentum=0.9"}
+    strategies: Mapping[str, tuple[str, Mapping[str, str]]] = {
+        "momentum 0.9": ("downpour ps", optimizer),
+        "momentum 0": ("downpour ps", {}),
+        "compensated to 0.9": ("downpour+momentum-compensation:target=0.9 ps", {}),
+        "compensated to 0.5": ("downpour+momentum-compensation:target=0.5 ps", {}),
     }
-    for name, (strategy, optimizer) in strategies.items():
-        options = {} if optimizer is None else {"optimizer": optimizer}
-        found[f"mnist-mlp, {name}"] = Setting(
-            strategy=strategy,
-            cluster=cluster,
-            options=options,
-            share=0.5,
-            rates=(0.003, 0.01, 0.03, 0.06),
-            at=MNIST_WORKERS,
+    return {
+        f"mnist-mlp, {name}": Setting(
+            strategy, cluster, options=options, share=0.5, rates=(0.003, 0.01, 0.03, 0.06), at=MNIST_WORKERS
         )
-    return found
+        for name, (strategy, options) in strategies.items()
+    }
 
 
 def _settings() -> Mapping[str, Setting]:
@@ -169,8 +154,7 @@ STUDY = Study(
     name="momentum",
     about=f"Downpour over one server; a quadratic, then mnist-mlp with {MNIST_WORKERS} workers at the best rate.",
     settings=_settings,
-    columns=("momentum", "staleness", "lr", "accuracy", "samples_to_target"),
-    more_columns={"momentum": FigureColumn("fitted momentum", "{:.3f}")},
+    columns=(FigureColumn("momentum", "fitted momentum", "{:.3f}"), "staleness", "lr", "accuracy", "samples_to_target"),
     rounds=250,
     measure=fitted,
     x="workers",
@@ -189,4 +173,3 @@ STUDY = Study(
         ),
     ),
 )
-reproduce, table, QUICK = STUDY.reproduce, STUDY.table, STUDY.quick

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from dure.runtime.virtual.cluster import Cluster
 from dure_studies.study import FigureColumn, OfSeed, Row, Setting, Statement, Study
 
 if TYPE_CHECKING:
@@ -63,8 +64,6 @@ MODELS: Mapping[str, Callable[[], nn.Sequential]] = {"local": local, "dense": de
 
 
 def _settings() -> Mapping[str, Setting]:
-    from dure.runtime.virtual.cluster import Cluster
-
     found = {}
     for model, build in MODELS.items():
         facts = {"model": build()}
@@ -75,12 +74,7 @@ def _settings() -> Mapping[str, Setting]:
                 ):
                     continue
                 found[f"{model}, {machines} machines, {choice}"] = Setting(
-                    strategy=choice,
-                    cluster=Cluster.uniform(machines),
-                    panel=model,
-                    line=choice,
-                    at=machines,
-                    facts=facts,
+                    choice, Cluster.uniform(machines), panel=model, line=choice, at=machines, facts=facts
                 )
     return found
 
@@ -118,13 +112,12 @@ STUDY = Study(
     measure=_measure,
     rounds=1,
     seeds=1,
-    columns=("forward", "backward", "speedup", "idle"),
-    more_columns={
-        "forward": FigureColumn("words per sample, forward", "{:,.0f}"),
-        "backward": FigureColumn("backward", "{:,.0f}"),
-        "speedup": FigureColumn("times as fast as one", "{:.2f}"),
-        "idle": FigureColumn("idle", "{:.0%}"),
-    },
+    columns=(
+        FigureColumn("forward", "words per sample, forward", "{:,.0f}"),
+        FigureColumn("backward", "backward", "{:,.0f}"),
+        FigureColumn("speedup", "times as fast as one", "{:.2f}"),
+        FigureColumn("idle", "idle", "{:.0%}"),
+    ),
     x="machines",
     y="speedup",
     statements=(
@@ -155,4 +148,3 @@ STUDY = Study(
     ),
     quick={},
 )
-reproduce, table, QUICK = STUDY.reproduce, STUDY.table, STUDY.quick

@@ -7,16 +7,31 @@ parameters and 95 % of the computation, dense layers the rest. Each part is para
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, cast, get_args
 
+import torch
+from rich.console import Group
+from rich.table import Table
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.flop_counter import FlopCounterMode
+
+from dure.job.data.dataset import Data
+from dure.job.data.digits import load_digits
+from dure.job.job import Job
 from dure.partition.tensor.trunk import Scheme
-
-if TYPE_CHECKING:
-    from rich.console import Group
-    from rich.table import Table
-    from torch import Tensor, nn
-
-    from dure.job.job import Job
+from dure.run.callbacks import Callbacks
+from dure.run.config import TrainConfig
+from dure.run.launchers.local import run_processes
+from dure.run.outcome import summary
+from dure.run.prebuilt import Prebuilt
+from dure.run.resolve import resolve
+from dure.run.train import train
+from dure.run.virtual import VirtualRun
+from dure.runtime.virtual.cluster import Cluster, Link
+from dure.runtime.virtual.compute import Constant
+from dure_jobs.vgg16 import convnet
+from dure_studies.output import Columns, Row, table_of
 
 HERE = Path(__file__)
 PAPER = {"parameters": 0.05, "operations": 0.95}
@@ -33,12 +48,6 @@ REAL_STEPS, REAL_SAMPLES = 20, 64
 
 SCHEMES: tuple[Scheme, ...] = get_args(Scheme)
 
-Row = dict[str, Any]
-
-
-QUICK: dict[str, Any] = {}
-"""Flags of the reduced form."""
-
 
 def reproduce() -> dict[str, Any]:
     """The rows: shares of convolutions, runs of AlexNet in virtual time, and runs of a small network on two processes.
@@ -47,7 +56,8 @@ def reproduce() -> dict[str, Any]:
     workers send, `bytes_by_formula` those of `bytes_of`. A real row has `difference`, the largest distance of a
     parameter from that of one process with the same mini-batches, in both precisions.
     """
-    shares = [_shares("alexnet", alexnet()), _shares("vgg16", _vgg16())]
+    with torch.device("meta"):
+        shares = [_shares("alexnet", alexnet()), _shares("vgg16", convnet())]
     rows = [_virtual_row(job, scheme) for job in [alexnet_shapes(SAMPLES)] for scheme in ("data", *SCHEMES)]
     rows += [_real_row(scheme) for scheme in ("data", *SCHEMES)]
     return {"reproduce": "one-weird-trick", "time": "virtual and real", "paper": PAPER, "shares": shares, "rows": rows}
@@ -55,15 +65,11 @@ def reproduce() -> dict[str, Any]:
 
 def table(result: dict[str, Any]) -> Group:
     """The shares, and the rows as a table."""
-    from rich.console import Group
-
     return Group(_shares_table(result), _rows_table(result))
 
 
 def alexnet() -> nn.Sequential:
     """The network of the paper, of one column: five convolutions and three dense layers, without dropout."""
-    from torch import nn
-
     convolutions = [
         *(nn.Conv2d(3, 64, 11, stride=4, padding=2), nn.ReLU(), nn.MaxPool2d(3, 2)),
         *(nn.Conv2d(64, 192, 5, padding=2), nn.ReLU(), nn.MaxPool2d(3, 2)),
@@ -77,11 +83,6 @@ def alexnet() -> nn.Sequential:
 
 def alexnet_shapes(batch_size: int) -> Job:
     """AlexNet on images of 3 x 224 x 224 without values, for timing-only runs."""
-    import torch
-    from torch.nn.functional import cross_entropy
-
-    from dure.job.data.dataset import Data
-    from dure.job.job import Job
 
     def model() -> nn.Sequential:
         with torch.device("meta"):
@@ -95,12 +96,6 @@ def alexnet_shapes(batch_size: int) -> Job:
 
 def small() -> Job:
     """A small network of two convolutions and three dense layers on digits, for the runs on two processes."""
-    from torch import nn
-    from torch.nn.functional import cross_entropy
-
-    from dure.job.data.digits import load_digits
-    from dure.job.job import Job
-
     data = load_digits()
 
     def model() -> nn.Sequential:
@@ -121,8 +116,6 @@ def bytes_of(network: nn.Sequential, *, workers: int, samples: int, itemsize: in
         data parallelism:   2 (W - 1) P
         one weird trick:    2 (W - 1) C  +  2 (W - 1) W T F  +  2 (W - 1) W T (sum of n + sum of n')
     """
-    from torch import nn
-
     layers = list(network)
     cut = next(number for number, layer in enumerate(layers) if isinstance(layer, nn.Linear))
     head = [layer for layer in layers[cut:] if isinstance(layer, nn.Linear)]
@@ -136,59 +129,31 @@ def bytes_of(network: nn.Sequential, *, workers: int, samples: int, itemsize: in
     return {"data": both * every, **dict.fromkeys(SCHEMES, trick)}
 
 
-def _vgg16() -> nn.Sequential:
-    import torch
-
-    from dure_jobs.vgg16 import convnet
-
-    with torch.device("meta"):
-        return convnet()
-
-
 def _shares(name: str, network: nn.Sequential) -> Row:
-    """The shares of convolutions in the parameters and the operations of a network, for one image."""
-    import torch
-    from torch import nn
-    from torch.utils.flop_counter import FlopCounterMode
-
-    network = network.to("meta")
-    value, operations = torch.empty(1, 3, 224, 224, device="meta"), {True: 0.0, False: 0.0}
+    """The shares of convolutions in the parameters and the operations of a network on meta, for one image."""
+    value, operations = torch.empty(1, 3, 224, 224), {True: 0.0, False: 0.0}
     for layer in network:
         counter = FlopCounterMode(display=False)
         with counter:
             value = layer(value)
         operations[isinstance(layer, nn.Conv2d)] += counter.get_total_flops()
-    parameters = {
-        kind: sum(
-            each.numel() for layer in network if isinstance(layer, nn.Conv2d) == kind for each in layer.parameters()
-        )
-        for kind in (True, False)
-    }
+    convolutions = (layer for layer in network if isinstance(layer, nn.Conv2d))
+    parameters = sum(each.numel() for each in network.parameters())
     return {
         "network": name,
-        "parameters": sum(parameters.values()),
-        "share_of_parameters": parameters[True] / sum(parameters.values()),
+        "parameters": parameters,
+        "share_of_parameters": sum(each.numel() for layer in convolutions for each in layer.parameters()) / parameters,
         "share_of_operations": operations[True] / sum(operations.values()),
     }
 
 
 def _virtual_row(job: Job, scheme: str) -> Row:
-    from dure.run.train import train
-    from dure.runtime.virtual.cluster import Cluster, Link
-    from dure.runtime.virtual.compute import Constant
-
-    compute = Constant(flops_per_second=FLOPS_PER_SECOND)
-    cluster = Cluster.uniform(WORKERS, compute=compute, link=Link(bandwidth=BANDWIDTH))
+    compute, link = Constant(flops_per_second=FLOPS_PER_SECOND), Link(bandwidth=BANDWIDTH)
+    cluster = Cluster.uniform(WORKERS, compute=compute, link=link)
+    strategy = f"bsp collective {_partition(scheme, WORKERS)}"
     size = SAMPLES if scheme == "data" else WORKERS * SAMPLES
-    run = train(
-        alexnet_shapes(size),
-        strategy=f"bsp collective {_partition(scheme, WORKERS)}",
-        on=cluster,
-        steps=2,
-        timing_only=True,
-    )
-    network = job.model()
-    return _row("virtual", job.name, scheme, WORKERS, SAMPLES, run.summary(), 2, network)
+    run = train(alexnet_shapes(size), strategy=strategy, on=cluster, steps=2, timing_only=True)
+    return {"time": "virtual"} | _row(job, scheme, WORKERS, SAMPLES, run.summary(), 2)
 
 
 def _real_row(scheme: str) -> Row:
@@ -201,21 +166,12 @@ def _real_row(scheme: str) -> Row:
         real, summaries[dtype] = _trained(strategy, on="local", workers=2, **given)
         alone, _ = _trained("bsp collective", on="virtual", workers=2 if scheme == "data" else 1, **given)
         differences[dtype] = float((real - alone).abs().max())
-    network = small().model()
-    row = _row("real", "digits-convolutions", scheme, 2, REAL_SAMPLES, summaries["float32"], REAL_STEPS, network)
-    return row | {"difference": differences}
+    row = _row(small(), scheme, 2, REAL_SAMPLES, summaries["float32"], REAL_STEPS)
+    return {"time": "real"} | row | {"difference": differences}
 
 
 def _trained(strategy: str, **options: Any) -> tuple[Tensor, dict[str, Any]]:
     """The parameters at the end of a run of the small network, and its summary."""
-    from dure.run.callbacks import Callbacks
-    from dure.run.config import TrainConfig
-    from dure.run.launchers.local import run_processes
-    from dure.run.outcome import summary
-    from dure.run.prebuilt import Prebuilt
-    from dure.run.resolve import resolve
-    from dure.run.virtual import VirtualRun
-
     setup, cluster = resolve(TrainConfig(job=f"{HERE}:small", strategy=strategy, **options), Prebuilt())
     if cluster is None:
         outcome = run_processes(setup, Callbacks(), None, None)
@@ -229,55 +185,45 @@ def _partition(scheme: str, ways: int) -> str:
     return "none" if scheme == "data" else f"one-weird-trick:ways={ways},scheme={scheme}"
 
 
-def _row(
-    time: str, job: str, scheme: str, workers: int, samples: int, summary: dict[str, Any], steps: int, network: Any
-) -> Row:
-    formula = bytes_of(network, workers=workers, samples=samples, itemsize=4)[scheme]
+def _row(job: Job, scheme: str, workers: int, samples: int, summary: Row, steps: int) -> Row:
+    formulas = bytes_of(cast("nn.Sequential", job.model()), workers=workers, samples=samples, itemsize=4)
     return {
-        "time": time,
-        "job": job,
+        "job": job.name,
         "parallelism": "data" if scheme == "data" else "one-weird-trick",
         "scheme": None if scheme == "data" else scheme,
         "workers": workers,
         "samples": samples,
         "seconds_per_step": summary["seconds"] / steps,
         "bytes_per_step": summary["bytes_sent"] // steps,
-        "bytes_by_formula": formula,
+        "bytes_by_formula": formulas[scheme],
     }
 
 
-def _shares_table(result: dict[str, Any]) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    shown = Table(box=box.SIMPLE_HEAD, header_style="bold", caption_justify="left")
-    shown.caption = "Shares of convolutions, counted for one image of 3 x 224 x 224. The paper: about 5 % and 95 %."
-    for name in ("network", "parameters", "in convolutions", "operations there"):
-        shown.add_column(name, justify="left" if name == "network" else "right")
-    for row in result["shares"]:
-        shares = (f"{100 * row[f'share_of_{name}']:.1f} %" for name in PAPER)
-        shown.add_row(row["network"], f"{row['parameters']:,}", *shares)
-    return shown
+def _shares_table(result: Row) -> Table:
+    columns: Columns = [
+        ("network", "{network}"),
+        ("parameters", "{parameters:,}"),
+        ("in convolutions", lambda row: f"{100 * row['share_of_parameters']:.1f} %"),
+        ("operations there", lambda row: f"{100 * row['share_of_operations']:.1f} %"),
+    ]
+    caption = "Shares of convolutions, counted for one image of 3 x 224 x 224. The paper: about 5 % and 95 %."
+    return table_of(result["shares"], columns, caption, texts=("network",))
 
 
-def _rows_table(result: dict[str, Any]) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    shown = Table(box=box.SIMPLE_HEAD, header_style="bold", caption_justify="left")
-    shown.caption = (
+def _rows_table(result: Row) -> Table:
+    columns: Columns = [
+        ("time", "{time}"),
+        ("network", "{job}"),
+        ("parallelism", lambda row: f"one weird trick, {row['scheme']}" if row["scheme"] else "data"),
+        ("samples", "{workers} x {samples}"),
+        ("s/step", "{seconds_per_step:.4f}"),
+        ("MB/step", lambda row: f"{row['bytes_per_step'] / 1e6:,.2f}"),
+        ("by formula", lambda row: f"{row['bytes_by_formula'] / 1e6:,.2f}"),
+        ("difference", lambda row: " ".join(f"{each:.0e}" for each in row.get("difference", {}).values())),
+    ]
+    caption = (
         f"virtual: a model of {WORKERS} workers of {FLOPS_PER_SECOND / 1e12:g} TFLOP/s with links of {BANDWIDTH} each. "
         "real: two processes of this machine. MB of all workers in a step, counted and by formula. Difference: the "
         "largest of a parameter to one process with the same mini-batches, in float32 and float64."
     )
-    columns = ("time", "network", "parallelism", "samples", "s/step", "MB/step", "by formula", "difference")
-    for number, name in enumerate(columns):
-        shown.add_column(name, justify="left" if number < 3 else "right")
-    for row in result["rows"]:
-        kind = "data" if row["scheme"] is None else f"one weird trick, {row['scheme']}"
-        found = row.get("difference")
-        apart = "" if found is None else " ".join(f"{each:.0e}" for each in found.values())
-        counted = (f"{row[name] / 1e6:,.2f}" for name in ("bytes_per_step", "bytes_by_formula"))
-        samples = f"{row['workers']} x {row['samples']}"
-        shown.add_row(row["time"], row["job"], kind, samples, f"{row['seconds_per_step']:.4f}", *counted, apart)
-    return shown
+    return table_of(result["rows"], columns, caption, texts=("time", "network", "parallelism"))

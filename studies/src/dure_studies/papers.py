@@ -11,6 +11,8 @@ from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
+from dure_studies.output import Columns, known, table_of
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -54,18 +56,15 @@ def reproduce() -> dict[str, Any]:
 
 def table(result: dict[str, Any]) -> Table:
     """A line for each row of `reproduce`."""
-    from rich import box
-    from rich.table import Table
-
+    columns: Columns = [
+        ("paper", "{paper}"),
+        ("part", "{part}"),
+        ("command", "{command}"),
+        ("minutes", known("minutes", "{:g}")),
+        ("result", lambda row: row["result"] or f"not built: {row['missing']}"),
+    ]
     caption = (
         "minutes on two virtual cores, where measured. The page docs/papers.md of the source distribution has the "
         "papers' values and the differences."
     )
-    shown = Table(box=box.SIMPLE_HEAD, header_style="bold", caption=caption, caption_justify="left")
-    for name in ("paper", "part", "command", "minutes", "result"):
-        shown.add_column(name, justify="right" if name == "minutes" else "left", overflow="fold")
-    for row in result["rows"]:
-        minutes = "" if row["minutes"] is None else f"{row['minutes']:g}"
-        found = row["result"] or f"not built: {row['missing']}"
-        shown.add_row(row["paper"], row["part"], row["command"], minutes, found)
-    return shown
+    return table_of(result["rows"], columns, caption, texts=("paper", "part", "command", "result"), fold=True)

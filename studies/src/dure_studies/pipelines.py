@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import product
 from pathlib import Path
@@ -20,16 +20,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 from tyro.conf import arg
 
 from dure import partition
-from dure.core.spec_text import names
-from dure.errors import DivergedError, StrategyError, UsageError
-from dure_studies.flags import DATA, OUT, ROUNDS, SEEDS
-from dure_studies.study import statement_table
+from dure.core.regular_file import check_output
+from dure.errors import DivergedError, StrategyError
+from dure.runtime.virtual.cluster import Cluster
+from dure.runtime.virtual.compute import Constant
+from dure_studies.flags import DATA, OUT, ROUNDS, SEEDS, check_counts, listed, numbers
+from dure_studies.output import Columns, Row, draw, judged, known, line, spread, statement_table, table_of
 
 if TYPE_CHECKING:
     from rich.console import Group
     from rich.table import Table
 
     from dure.job.job import Job
+    from dure.report.figures import Band
     from dure.report.run import Run
 
 STAGES = (2, 4, 8)
@@ -57,11 +60,7 @@ DOUBLE_ROUNDS = 300
 BYTES = ("weight_bytes", "version_bytes", "activation_bytes")
 """Kinds of memory of a stage."""
 
-Row = dict[str, Any]
-
-
-QUICK: dict[str, Any] = {"rounds": 200, "seeds": 1, "stages": "4", "rates": "0.05"}
-"""Flags of the reduced form."""
+quick = {"rounds": 200, "seeds": 1, "stages": "4", "rates": "0.05"}
 
 
 def reproduce(
@@ -84,13 +83,10 @@ def reproduce(
 
     Raises `UsageError` for options that do not fit, `DataError` if data is missing; both before the training.
     """
-    counts, wanted_rates = _numbers("stages", stages, int), _numbers("rates", rates, float)
-    wanted = _methods(methods)
-    for name, value in (("rounds", rounds), ("seeds", seeds)):
-        if value < 1:
-            raise UsageError(f"{name} must be at least 1, got {value}.")
-    if not out.absolute().parent.is_dir():
-        raise UsageError(f"cannot write {out}: there is no folder {out.parent}.")
+    counts, wanted_rates = numbers("stages", stages, int, "2,4,8"), numbers("rates", rates, float, "0.01,0.1")
+    wanted = list(dict.fromkeys([SGD, *listed("methods", methods, METHODS)]))
+    check_counts(rounds=rounds, seeds=seeds)
+    check_output(out)
     job = _job(data)
     rows = [
         _row(job, method, count, rate, rounds, range(seeds))
@@ -114,7 +110,7 @@ def reproduce(
     }
 
 
-def table(result: dict[str, Any]) -> Group:
+def table(result: Row) -> Group:
     """The rows, the figures of each stage, the efficiency of GPipe, and the statements, as tables."""
     from rich.console import Group
 
@@ -123,105 +119,77 @@ def table(result: dict[str, Any]) -> Group:
     return Group(*shown, *([statement_table(result)] if result["statements"] else []))
 
 
-def _distance_table(result: dict[str, Any]) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    caption = (
-        f"Test loss after {min(DOUBLE_ROUNDS, result['rounds'])} mini-batches in double precision, beside that of SGD "
-        "with the same seed. The largest relative distance over the seeds."
-    )
-    shown = Table(box=box.SIMPLE_HEAD, header_style="bold", caption=caption, caption_justify="left")
-    for name in ("method", "stages", "distance"):
-        shown.add_column(name, justify="left" if name == "method" else "right")
-    for row in result["distance"]:
-        shown.add_row(row["method"], str(row["stages"]), f"{row['distance']:.1e}")
-    return shown
-
-
-def _stage_table(result: dict[str, Any]) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    caption = (
-        "Figures of each stage, the first on the left; the most at once. The share is that of the largest stage in the "
-        "weights of the whole model. Activations are kept for backwards."
-    )
-    shown = Table(box=box.SIMPLE_HEAD, header_style="bold", caption=caption, caption_justify="left")
-    for name in ("method", "staleness", "versions", "weights, kB", "share", "other versions, kB", "activations, kB"):
-        shown.add_column(name, justify="left" if name == "method" else "right")
-    told = set()
-    for row in result["rows"]:
-        key = row["method"], row["stages"]
-        figures = row.get("by_stage")
-        if not figures or not figures["versions"] or key in told:
-            continue
-        told.add(key)
-        counts = (" ".join(map(str, figures[name])) for name in ("staleness", "versions"))
-        weights, *others = (" ".join(f"{each / 1e3:.0f}" for each in figures[name]) for name in BYTES)
-        share = max(figures["weight_bytes"]) / sum(figures["weight_bytes"])
-        shown.add_row(f"{row['method']}, {row['stages']} stages", *counts, weights, f"{share:.0%}", *others)
-    return shown
-
-
-def _efficiency_table(result: dict[str, Any]) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    caption = (
-        f"GPipe with micro-batches of {MICRO_BATCH} samples, on {DEPTH + 1} equal layers. Seconds are virtual. The "
-        "closed form is U / (U + K - 1) for U micro-batches and K stages."
-    )
-    shown = Table(box=box.SIMPLE_HEAD, header_style="bold", caption=caption, caption_justify="left")
-    for name in ("stages", "mini-batch", "micro-batches", "efficiency", "closed form"):
-        shown.add_column(name, justify="right")
-    for row in result["efficiency"]:
-        shares = (f"{row[name]:.1%}" for name in ("efficiency", "closed_form"))
-        shown.add_row(*(str(row[name]) for name in ("stages", "batch", "micro")), *shares)
-    return shown
-
-
-def _damage_table(result: dict[str, Any]) -> Table:
-    from rich import box
-    from rich.table import Table
-
+def _damage_table(result: Row) -> Table:
+    columns: Columns = [
+        ("rate", "{rate:g}"),
+        ("method", lambda row: "SGD, one worker" if row["method"] == SGD else row["method"]),
+        ("stages", "{stages}"),
+        ("accuracy", lambda row: known("accuracy", "{:.2%}")(row) or _reason(row)),
+        ("spread", known("spread", "{:.2%}")),
+        ("loss", known("loss", "{:.3f}")),
+        ("of SGD's", known("damage", "{:.2f}")),
+        ("seconds", known("seconds", "{:.3g}")),
+    ]
     caption = (
         f"mnist-mlp of depth {DEPTH} after {result['rounds']} mini-batches, seeds: {result['seeds']}. Workers and "
         f"seconds are virtual, gradients are real. Curves: {result['picture']}"
     )
-    shown = Table(box=box.SIMPLE_HEAD, header_style="bold", caption=caption, caption_justify="left")
-    for name in ("rate", "method", "stages", "accuracy", "spread", "loss", "of SGD's", "seconds"):
-        shown.add_column(name, justify="left" if name == "method" else "right")
+    return table_of(result["rows"], columns, caption, texts=("method",))
+
+
+def _reason(row: Row) -> str:
+    return str(row["why"]) if row["why"].startswith("diverged") else "refused"
+
+
+def _stage_table(result: Row) -> Table:
+    def counts(name: str) -> Callable[[Row], str]:
+        return lambda row: " ".join(map(str, row["by_stage"][name]))
+
+    def kilobytes(name: str) -> Callable[[Row], str]:
+        return lambda row: " ".join(f"{each / 1e3:.0f}" for each in row["by_stage"][name])
+
+    columns: Columns = [
+        ("method", "{method}, {stages} stages"),
+        ("staleness", counts("staleness")),
+        ("versions", counts("versions")),
+        ("weights, kB", kilobytes("weight_bytes")),
+        ("share", lambda row: f"{max(row['by_stage']['weight_bytes']) / sum(row['by_stage']['weight_bytes']):.0%}"),
+        ("other versions, kB", kilobytes("version_bytes")),
+        ("activations, kB", kilobytes("activation_bytes")),
+    ]
+    caption = (
+        "Figures of each stage, the first on the left; the most at once. The share is that of the largest stage in the "
+        "weights of the whole model. Activations are kept for backwards."
+    )
+    first: dict[tuple[str, int], Row] = {}
     for row in result["rows"]:
-        method = "SGD, one worker" if row["method"] == SGD else row["method"]
-        shown.add_row(f"{row['rate']:g}", method, str(row["stages"]), *_learnt(row))
-    return shown
+        if row.get("by_stage", {}).get("versions"):
+            first.setdefault((row["method"], row["stages"]), row)
+    return table_of(first.values(), columns, caption, texts=("method",))
 
 
-def _learnt(row: Row) -> tuple[str, ...]:
-    if row["loss"] is None:
-        return row["why"] if row["why"].startswith("diverged") else "refused", "", "", "", ""
-    damage = "" if row["damage"] is None else f"{row['damage']:.2f}"
-    return f"{row['accuracy']:.2%}", f"{row['spread']:.2%}", f"{row['loss']:.3f}", damage, f"{row['seconds']:.3g}"
+def _efficiency_table(result: Row) -> Table:
+    columns: Columns = [
+        ("stages", "{stages}"),
+        ("mini-batch", "{batch}"),
+        ("micro-batches", "{micro}"),
+        ("efficiency", "{efficiency:.1%}"),
+        ("closed form", "{closed_form:.1%}"),
+    ]
+    caption = (
+        f"GPipe with micro-batches of {MICRO_BATCH} samples, on {DEPTH + 1} equal layers. Seconds are virtual. The "
+        "closed form is U / (U + K - 1) for U micro-batches and K stages."
+    )
+    return table_of(result["efficiency"], columns, caption, texts=())
 
 
-def _numbers(name: str, text: str, kind: type) -> list[Any]:
-    try:
-        found = [kind(each) for each in text.split(",")]
-    except ValueError:
-        found = []
-    if not found or not all(0 < each < math.inf for each in found):
-        raise UsageError(f"{name} are positive numbers with commas between, got {text!r}. Write 2,4,8.")
-    return found
-
-
-def _methods(text: str) -> list[str]:
-    """The methods in `text`, with SGD on one worker first."""
-    found = [name.strip() for name in text.split(",")]
-    for name in found:
-        if name not in METHODS:
-            raise UsageError(f"there is no pipeline {name!r}: there are {names(METHODS)}.")
-    return list(dict.fromkeys([SGD, *found]))
+def _distance_table(result: Row) -> Table:
+    columns: Columns = [("method", "{method}"), ("stages", "{stages}"), ("distance", "{distance:.1e}")]
+    caption = (
+        f"Test loss after {min(DOUBLE_ROUNDS, result['rounds'])} mini-batches in double precision, beside that of SGD "
+        "with the same seed. The largest relative distance over the seeds."
+    )
+    return table_of(result["distance"], columns, caption, texts=("method",))
 
 
 def _job(data: Path | None) -> Job:
@@ -249,7 +217,7 @@ def _row(job: Job, method: str, stages: int, rate: float, rounds: int, seeds: It
     return row | {
         "loss": statistics.mean(losses),
         "accuracy": statistics.mean(accuracies),
-        "spread": statistics.stdev(accuracies) if len(accuracies) > 1 else 0.0,
+        "spread": spread(accuracies),
         "seconds": summaries[0]["seconds"],
         "by_stage": _by_stage(summaries[0].get("pipeline", {})),
     }
@@ -272,15 +240,13 @@ def _statements(rows: Sequence[Row], rate: float) -> list[Row]:
         ("ddg: a second forward (features-replay) reduces the loss", ("features-replay", many), ("ddg", many)),
     ]
     return [
-        _counted(f"rate {rate:g}, {many} stages: {text}", found[small], found[large])
+        judged(
+            f"rate {rate:g}, {many} stages: {text}",
+            [ours < theirs for ours, theirs in zip(found[small], found[large], strict=True)],
+        )
         for text, small, large in pairs
         if small in found and large in found
     ]
-
-
-def _counted(text: str, smaller: Sequence[float], larger: Sequence[float]) -> Row:
-    by_seed = [one < other for one, other in zip(smaller, larger, strict=True)]
-    return {"statement": text, "holds": sum(by_seed), "of": len(by_seed), "by_seed": by_seed}
 
 
 def _distances(
@@ -339,19 +305,9 @@ def _run(job: Job, partition: str, stages: int, optimizer: str, rounds: int, see
     pipeline = make(partition, "partition")
     size = pipeline.batch_size(job.batch_size) if isinstance(pipeline, Pipeline) else job.batch_size
     steps = rounds * job.batch_size // size  # as many samples, also where mini-batches shrink
-    return train(
-        job,
-        sync="bsp",
-        topology="collective",
-        partition=partition,
-        on="virtual",
-        workers=stages,
-        optimizer=optimizer,
-        steps=steps,
-        eval_every=steps,
-        seed=seed,
-        exact=True,
-    )
+    given = {"steps": steps, "eval_every": steps, "seed": seed, "exact": True}
+    strategy = f"bsp collective {partition}"
+    return train(job, strategy=strategy, on="virtual", workers=stages, optimizer=optimizer, **given)
 
 
 def _compare(rows: Sequence[Row]) -> None:
@@ -379,51 +335,21 @@ def _efficiency(stages: int, batch: int) -> Row:
 def _seconds(partition: str, workers: int, batch: int) -> float:
     """Virtual seconds of a run of four mini-batches, where calls of the model take no time, as in the closed form."""
     from dure.run.train import train
-    from dure.runtime.virtual.cluster import Cluster
-    from dure.runtime.virtual.compute import Constant
+    from dure_studies.sharding_virtual import equal_layers
 
-    run = train(
-        _wide_job(batch),
-        sync="bsp",
-        topology="collective",
-        partition=partition,
-        on=Cluster.uniform(workers, compute=Constant(call=0.0)),
-        steps=4,
-        timing_only=True,
-    )
+    strategy, cluster = f"bsp collective {partition}", Cluster.uniform(workers, compute=Constant(call=0.0))
+    run = train(equal_layers(DEPTH + 1, WIDTH, batch), strategy=strategy, on=cluster, steps=4, timing_only=True)
     return float(run.summary()["seconds"])
-
-
-def _wide_job(batch: int) -> Job:
-    """Eight equal dense layers, whose stages take equally long."""
-    import torch
-    from torch import nn
-    from torch.nn.functional import mse_loss
-
-    from dure.job.data.dataset import Data
-    from dure.job.job import Job
-
-    def model() -> nn.Sequential:
-        return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH + 1)))
-
-    nothing = torch.zeros(MICRO_BATCH, WIDTH)
-    return Job(model, mse_loss, Data(nothing, nothing), batch_size=batch, name="equal layers")
 
 
 def _draw(path: Path, rows: Sequence[Row], counts: Sequence[int]) -> None:
     """Draw the test loss against the number of stages: a panel for each rate, a line for each method."""
-    from dure.report.figures import Band, grid
-    from dure.report.files import replacing
-
     panels: dict[tuple[str, str], list[Band]] = {}
     learnt = [row for row in rows if row["loss"] is not None]
     for rate, method in dict.fromkeys((row["rate"], row["method"]) for row in learnt):
         own = [row for row in learnt if (row["rate"], row["method"]) == (rate, method)]
-        stages, losses = [row["stages"] for row in own], [row["loss"] for row in own]
+        drawn = line(method, [row["stages"] for row in own], [row["loss"] for row in own])
         if method == SGD:
-            method, stages, losses = "SGD, one worker", list(counts), losses * len(counts)
-        panels.setdefault(("loss", f"learning rate {rate:g}"), []).append(
-            Band(method, stages, losses, [0.0] * len(losses))
-        )
-    with replacing(path) as file:
-        file.write(grid(panels, x_label="stages", y_label="of the test data", percent=False))
+            drawn = line("SGD, one worker", counts, [own[0]["loss"]] * len(counts))
+        panels.setdefault(("loss", f"learning rate {rate:g}"), []).append(drawn)
+    draw(path, panels, x="stages", y="of the test data")

@@ -18,6 +18,8 @@ import statistics
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from dure.runtime.virtual.cluster import Cluster
+from dure.runtime.virtual.compute import Constant
 from dure_studies.study import FigureColumn, OfSeed, Row, Setting, Statement, Study, less
 
 if TYPE_CHECKING:
@@ -29,62 +31,43 @@ SHARED = f"act_seconds={ACT},n_step=3,double=true,dueling=true,episodes=10"
 ACTORS = 8
 BUNDLES = 4
 FEW_TO_MANY = (4, 16, 64, 256)
+"""Actors of runs of a quarter of the seconds."""
 EVALUATIONS = 20
-PANEL, SCALING = "architectures", "actors of Ape-X"
 
 
 def _settings() -> Mapping[str, Setting]:
-    from dure.runtime.virtual.cluster import Cluster
-    from dure.runtime.virtual.compute import Constant
-
-    def setting(job: str, learners: int, actors: int, strategy: str, panel: str, line: str, share: float) -> Setting:
-        """A setting of `learners` and `actors`, which runs for `share` of the seconds."""
-        cluster = Cluster.uniform(learners + actors, compute=Constant(seconds=UPDATE))
-        facts = {"learners": learners}
-        return Setting(
-            strategy=strategy, cluster=cluster, job=job, panel=panel, line=line, facts=facts, share=share, options={}
-        )
-
-    apex = f"apex:{SHARED},samples_per_insert=0"
-    gorila = f"gorila:{SHARED},actors={BUNDLES}"
-    found = {
-        "dqn": setting(f"dqn:{SHARED}", 1, 1, "bsp collective", PANEL, "dqn", 1),
-        "gorila, bsp": setting(gorila, BUNDLES, 0, "bsp ps", PANEL, "gorila, bsp", 1),
-        "gorila, downpour": setting(gorila, BUNDLES, 0, "downpour ps", PANEL, "gorila, downpour", 1),
-        "apex, uniform": setting(
-            f"{apex},actors={ACTORS},alpha=0", 1, ACTORS, "bsp collective", PANEL, "apex, uniform", 1
-        ),
-        "apex, prioritised": setting(
-            f"{apex},actors={ACTORS}", 1, ACTORS, "bsp collective", PANEL, "apex, prioritised", 1
-        ),
+    apex, gorila = f"apex:{SHARED},samples_per_insert=0", f"gorila:{SHARED},actors={BUNDLES}"
+    runs = {
+        "dqn": (f"dqn:{SHARED}", 1, 1, "bsp collective"),
+        "gorila, bsp": (gorila, BUNDLES, 0, "bsp ps"),
+        "gorila, downpour": (gorila, BUNDLES, 0, "downpour ps"),
+        "apex, uniform": (f"{apex},actors={ACTORS},alpha=0", 1, ACTORS, "bsp collective"),
+        "apex, prioritised": (f"{apex},actors={ACTORS}", 1, ACTORS, "bsp collective"),
     }
-    for actors in FEW_TO_MANY:
-        found[f"{actors} actors"] = setting(
-            f"{apex},actors={actors}", 1, actors, "bsp collective", SCALING, f"{actors} actors", 0.25
+    scaled = {f"{actors} actors": (f"{apex},actors={actors}", 1, actors, "bsp collective") for actors in FEW_TO_MANY}
+    return {
+        name: Setting(
+            strategy,
+            Cluster.uniform(learners + actors, compute=Constant(seconds=UPDATE)),
+            job=job,
+            panel="actors of Ape-X" if name in scaled else "architectures",
+            facts={"learners": learners},
+            share=0.25 if name in scaled else 1,
         )
-    return found
+        for name, (job, learners, actors, strategy) in (runs | scaled).items()
+    }
 
 
 def _measure(study: Study, job: Job, setting: Setting, rounds: int, seed: int) -> Row:
     """A run of the virtual time of `rounds` gradients; its figures, and its evaluations."""
-    from dure.run.train import train
-
     seconds = rounds * UPDATE * setting.share
-    gradients = round(seconds / UPDATE)
-    run = train(
-        job,
-        strategy=setting.strategy,
-        on=setting.cluster,
-        workers=setting.facts["learners"],
-        seconds=seconds,
-        seed=seed,
-        eval_every=max(1, gradients // EVALUATIONS),
-    )
+    every = max(1, round(seconds / UPDATE) // EVALUATIONS)
+    run = setting.train(job, seed=seed, workers=setting.facts["learners"], seconds=seconds, eval_every=every)
     summary = run.summary()
     experience: dict[str, Any] = summary["experience"]
-    returns = [row["mean_return"] for row in run.history]
+    history = [{"seconds": row["seconds"], "step": row["step"], "score": row["mean_return"]} for row in run.history]
     return {
-        "score": statistics.fmean(returns),
+        "score": statistics.fmean(row["score"] for row in history),
         "best": experience["best_return"],
         "last": experience["mean_return"],
         "frames_per_second": experience["frames_per_second"],
@@ -93,9 +76,7 @@ def _measure(study: Study, job: Job, setting: Setting, rounds: int, seed: int) -
         "lag": experience["param_lag"]["mean"],
         "seconds": summary["seconds"],
         "why": "",
-        "history": [
-            {"seconds": row["seconds"], "step": row["step"], "score": row["mean_return"]} for row in run.history
-        ],
+        "history": history,
     }
 
 
@@ -121,16 +102,16 @@ STUDY = Study(
     measure=_measure,
     rounds=4_000,
     y="score",
-    columns=("score", "best", "last", "frames_per_second", "updates_per_second", "ratio", "lag", "seconds"),
-    more_columns={
-        "score": FigureColumn("mean return over time", "{:.0f}"),
-        "best": FigureColumn("best", "{:.0f}"),
-        "last": FigureColumn("last", "{:.0f}"),
-        "frames_per_second": FigureColumn("frames/s", "{:,.0f}"),
-        "updates_per_second": FigureColumn("updates/s", "{:,.0f}"),
-        "ratio": FigureColumn("samples per insert", "{:.2f}"),
-        "lag": FigureColumn("parameter lag", "{:,.0f}"),
-    },
+    columns=(
+        FigureColumn("score", "mean return over time", "{:.0f}"),
+        FigureColumn("best", "best", "{:.0f}"),
+        FigureColumn("last", "last", "{:.0f}"),
+        FigureColumn("frames_per_second", "frames/s", "{:,.0f}"),
+        FigureColumn("updates_per_second", "updates/s", "{:,.0f}"),
+        FigureColumn("ratio", "samples per insert", "{:.2f}"),
+        FigureColumn("lag", "parameter lag", "{:,.0f}"),
+        "seconds",
+    ),
     statements=(
         _ahead("apex, prioritised", "apex, uniform"),
         _ahead("apex, prioritised", "gorila, downpour"),
@@ -147,4 +128,3 @@ STUDY = Study(
     ),
     quick={"rounds": 400, "seeds": 1},
 )
-reproduce, table, QUICK = STUDY.reproduce, STUDY.table, STUDY.quick

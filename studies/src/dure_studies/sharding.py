@@ -11,20 +11,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import arg
 
-from dure.core.spec_text import names
+from dure.core.regular_file import check_output
 from dure.errors import UsageError
-from dure_studies import flags
+from dure_studies.flags import DATA, OUT, ROUNDS, SEEDS, check_counts, listed
+from dure_studies.output import Columns, Row, draw, line, table_of
 
 if TYPE_CHECKING:
     from rich.console import Group
     from rich.table import Table
 
     from dure.job.job import Job
+    from dure.report.figures import Band
 
 PAPER = {1: 1.0, 2: 1.0, 4: 1.20, 8: 1.66}
 """Published ratios: seconds of a step by layer, divided by those by memory, by number of workers."""
@@ -35,11 +38,6 @@ HOSTS = ("separate", "paired")
 TIMES = tuple(0.25 * 2 ** (number / 2) for number in range(11))
 """Seconds of a step's computation, 0.25 to 8, among which the fit begins."""
 
-ROUNDS, SEEDS = 100, 3
-"""Steps and seeds of the runs for accuracy."""
-
-Row = dict[str, Any]
-
 StepSeconds = Callable[[int, int, str], float]
 """Gives seconds of a step for a number of workers, a number of servers, and the unit of sharding."""
 
@@ -47,8 +45,7 @@ StepSeconds = Callable[[int, int, str], float]
 ON = arg(help="virtual, or namespaces: for real, on hosts with slow links that root can make of this machine.")
 SYNC = arg(help="bsp for synchronous servers, downpour for asynchronous ones, or both with a comma.")
 
-QUICK: dict[str, Any] = {"sync": "bsp"}
-"""Flags of the reduced form."""
+quick = {"sync": "bsp"}
 
 
 def reproduce(
@@ -57,10 +54,10 @@ def reproduce(
     sync: Annotated[str | None, SYNC] = None,
     hosts: Annotated[str | None, arg(help="separate, paired for two workers behind one card, or both.")] = None,
     accuracy: Annotated[bool, arg(help="Train a small network with both cuts; compare accuracies.")] = False,
-    rounds: Annotated[int | None, flags.ROUNDS] = None,
-    seeds: Annotated[int | None, flags.SEEDS] = None,
-    data: Annotated[Path | None, flags.DATA] = None,
-    out: Annotated[Path | None, flags.OUT] = None,
+    rounds: Annotated[int | None, ROUNDS] = None,
+    seeds: Annotated[int | None, SEEDS] = None,
+    data: Annotated[Path | None, DATA] = None,
+    out: Annotated[Path | None, OUT] = None,
 ) -> dict[str, Any]:
     """The rows, in virtual time: `layer` and `memory` are seconds per step, `ratio` is the first divided by the second.
 
@@ -83,13 +80,13 @@ def reproduce(
     }
     unfit |= {} if accuracy else {"rounds": rounds, "seeds": seeds, "data": data}
     _refuse(unfit, "--accuracy" if accuracy and not real else f"--on {on}")
-    syncs = _listed("sync", sync or ("bsp" if real else ",".join(SYNCS)), SYNCS)
+    syncs = listed("sync", sync or ("bsp" if real else ",".join(SYNCS)), SYNCS)
     if accuracy:
-        return _accuracies(syncs, ROUNDS if rounds is None else rounds, SEEDS if seeds is None else seeds, data)
+        given = {name: value for name, value in (("rounds", rounds), ("seeds", seeds)) if value is not None}
+        return _accuracies(syncs, data, **given)
     path = out or Path("sharding.svg")
-    if not path.absolute().parent.is_dir():
-        raise UsageError(f"cannot write {path}: there is no folder {path.parent}.")
-    result = _real(syncs) if real else _virtual(syncs, _listed("hosts", hosts or ",".join(HOSTS), HOSTS))
+    check_output(path)
+    result = _real(syncs) if real else _virtual(syncs, listed("hosts", hosts or ",".join(HOSTS), HOSTS))
     _draw(path, result["rows"], result["time"])
     return result | {"picture": str(path)}
 
@@ -98,14 +95,6 @@ def _refuse(unfit: dict[str, Any], beside: str) -> None:
     for name, value in unfit.items():
         if value is not None and value is not False:
             raise UsageError(f"sharding has no use for --{name} with {beside}: leave it out.")
-
-
-def _listed(name: str, text: str, known: Sequence[str]) -> list[str]:
-    wanted = [each.strip() for each in text.split(",")]
-    for each in wanted:
-        if each not in known:
-            raise UsageError(f"{name} is {names(known)}, or both with a comma, got {each!r}.")
-    return list(dict.fromkeys(wanted))
 
 
 def _real(syncs: Sequence[str]) -> dict[str, Any]:
@@ -133,12 +122,10 @@ def _virtual(syncs: Sequence[str], hosts: Sequence[str]) -> dict[str, Any]:
     return {"reproduce": "sharding", "time": "virtual", "fits": fits, "rows": rows, "servers": servers}
 
 
-def _accuracies(syncs: Sequence[str], rounds: int, seeds: int, data: Path | None) -> dict[str, Any]:
+def _accuracies(syncs: Sequence[str], data: Path | None, *, rounds: int = 100, seeds: int = 3) -> dict[str, Any]:
     from dure_studies.sharding_accuracy import accuracy_rows
 
-    for name, value in (("rounds", rounds), ("seeds", seeds)):
-        if value < 1:
-            raise UsageError(f"{name} must be at least 1, got {value}.")
+    check_counts(rounds=rounds, seeds=seeds)
     source, rows = accuracy_rows(syncs, rounds, seeds, data)
     given = {"rounds": rounds, "seeds": seeds, "data": source}
     return {"reproduce": "sharding", "time": "virtual", "accuracy": rows, **given}
@@ -193,27 +180,20 @@ def table(result: dict[str, Any]) -> Group | Table:
     return Group(*shown, *([_servers_table(result)] if result["time"] == "virtual" else []))
 
 
-def _plain(caption: str, columns: Sequence[str], left: int) -> Table:
-    """An empty table, whose first `left` columns are texts."""
-    from rich import box
-    from rich.table import Table
-
-    shown = Table(box=box.SIMPLE_HEAD, header_style="bold", caption=caption, caption_justify="left")
-    for number, name in enumerate(columns):
-        shown.add_column(name, justify="left" if number < left else "right")
-    return shown
-
-
-def _figure_table(result: dict[str, Any]) -> Table:
-    heads = ("hosts", "updates", "workers", "servers", "by layer", "by memory", "ratio", "paper", "speed-ups: layer")
-    shown = _plain(_caption(result), (*heads, "memory"), 2)
-    for row in result["rows"]:
-        times = (f"{row[by]:.2f} s" for by in ("layer", "memory"))
-        speedups = (f"{row['speedups'][by]:.2f}" for by in ("layer", "memory"))
-        counts = (str(row["workers"]), str(row["servers"]))
-        ratios = (f"{row['ratio']:.2f}", f"{row['paper']:.2f}")
-        shown.add_row(row["hosts"], row["sync"], *counts, *times, *ratios, *speedups)
-    return shown
+def _figure_table(result: Row) -> Table:
+    columns: Columns = [
+        ("hosts", "{hosts}"),
+        ("updates", "{sync}"),
+        ("workers", "{workers}"),
+        ("servers", "{servers}"),
+        ("by layer", "{layer:.2f} s"),
+        ("by memory", "{memory:.2f} s"),
+        ("ratio", "{ratio:.2f}"),
+        ("paper", "{paper:.2f}"),
+        ("speed-ups: layer", "{speedups[layer]:.2f}"),
+        ("memory", "{speedups[memory]:.2f}"),
+    ]
+    return table_of(result["rows"], columns, _caption(result), texts=("hosts", "updates"))
 
 
 def _caption(result: dict[str, Any]) -> str:
@@ -234,46 +214,56 @@ def _caption(result: dict[str, Any]) -> str:
     )
 
 
-def _servers_table(result: dict[str, Any]) -> Table:
+def _servers_table(result: Row) -> Table:
     first = result["servers"][0]
+    columns: Columns = [
+        ("model", "{model}"),
+        ("updates", "{sync}"),
+        ("servers", "{servers}"),
+        ("by layer", "{layer[seconds]:.2f} s"),
+        ("free", "{layer[seconds_without_updates]:.2f} s"),
+        ("by memory", "{memory[seconds]:.2f} s"),
+        ("free", "{memory[seconds_without_updates]:.2f} s"),
+        ("GB by layer", lambda row: _loads(row["layer"])),
+        ("GB by memory", lambda row: _loads(row["memory"])),
+    ]
     caption = (
         f"seconds per step are virtual, of {first['workers']} workers; hosts: {first['hosts']}; a step computes for "
         f"{first['compute_seconds']:.2f} s. free: if the work of servers takes no time. GB of each server's card in a "
         "step, both directions."
     )
-    heads = ("model", "updates", "servers", "by layer", "free", "by memory", "free", "GB by layer", "GB by memory")
-    shown = _plain(caption, heads, 2)
-    for row in result["servers"]:
-        cuts = [row[by] for by in ("layer", "memory")]
-        times = (f"{cut[name]:.2f} s" for cut in cuts for name in ("seconds", "seconds_without_updates"))
-        shown.add_row(row["model"], row["sync"], str(row["servers"]), *times, *(_loads(cut) for cut in cuts))
-    return shown
+    return table_of(result["servers"], columns, caption, texts=("model", "updates"))
 
 
 def _loads(cut: Row) -> str:
     """The bytes of each server's card, the largest first; equal ones once, with their number."""
-    from itertools import groupby
-
     texts = (f"{nbytes / 1e9:.2f}" for nbytes in sorted(cut["card_bytes"], reverse=True))
     runs = ((text, len(list(equal))) for text, equal in groupby(texts))
     return ", ".join(text if count == 1 else f"{count} x {text}" for text, count in runs)
 
 
-def _accuracy_table(result: dict[str, Any]) -> Table:
+def _accuracy_table(result: Row) -> Table:
+    digests = {(row["sync"], row["split"]): row["digests"] for row in result["accuracy"]}
+
+    def equal(row: Row) -> str:
+        pairs = zip(digests[row["sync"], "layer"], digests[row["sync"], "memory"], strict=True)
+        return f"{sum(layer == memory for layer, memory in pairs)} of {result['seeds']}"
+
+    columns: Columns = [
+        ("updates", "{sync}"),
+        ("split", "{split}"),
+        ("accuracy", "{accuracy:.2%}"),
+        ("spread", "{spread:.2%}"),
+        ("staleness", "{staleness:.1f}"),
+        ("s/step", "{seconds:.2f}"),
+        ("equal parameters", equal),
+    ]
     caption = (
         f"test accuracy after {result['rounds']} steps of 8 workers with 4 servers, mean and standard deviation over "
         f"seeds ({result['seeds']}). Workers and seconds are virtual, gradients are real. Equal parameters: of how "
         "many seeds both cuts end with the same bits."
     )
-    shown = _plain(caption, ("updates", "split", "accuracy", "spread", "staleness", "s/step", "equal parameters"), 2)
-    digests = {(row["sync"], row["split"]): row["digests"] for row in result["accuracy"]}
-    for row in result["accuracy"]:
-        sync = row["sync"]
-        pairs = zip(digests[sync, "layer"], digests[sync, "memory"], strict=True)
-        equal = f"{sum(layer == memory for layer, memory in pairs)} of {result['seeds']}"
-        figures = (f"{row['accuracy']:.2%}", f"{row['spread']:.2%}", f"{row['staleness']:.1f}", f"{row['seconds']:.2f}")
-        shown.add_row(sync, row["split"], *figures, equal)
-    return shown
+    return table_of(result["accuracy"], columns, caption, texts=("updates", "split"))
 
 
 def _draw(path: Path, rows: Sequence[Row], time: str) -> None:
@@ -282,17 +272,11 @@ def _draw(path: Path, rows: Sequence[Row], time: str) -> None:
     A third line is the speed-up by layer times the paper's ratio: the speed-up by memory if the ratio were the paper's.
     `time` is "virtual" or "real".
     """
-    from dure.report.figures import Band, grid
-    from dure.report.files import replacing
-
     panels: dict[tuple[str, str], list[Band]] = {}
     for sync, hosts in dict.fromkeys((row["sync"], row["hosts"]) for row in rows):
         own = [row for row in rows if (row["sync"], row["hosts"]) == (sync, hosts)]
         lines = {f"by {by}": [row["speedups"][by] for row in own] for by in ("layer", "memory")}
         lines["by layer, times the paper's ratio"] = [row["speedups"]["layer"] * row["paper"] for row in own]
         workers = [row["workers"] for row in own]
-        panels[sync, f"hosts: {hosts}"] = [Band(name, workers, line, [0.0] * len(own)) for name, line in lines.items()]
-    with replacing(path) as file:
-        file.write(
-            grid(panels, x_label="workers, with a server for each two", y_label=f"{time} speed-up", percent=False)
-        )
+        panels[sync, f"hosts: {hosts}"] = [line(name, workers, values) for name, values in lines.items()]
+    draw(path, panels, x="workers, with a server for each two", y=f"{time} speed-up")

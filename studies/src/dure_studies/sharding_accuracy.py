@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
+from dure.job.job import Job, load_job
+from dure.job.models.he_values import with_he_values
+from dure.run.train import train
+from dure_studies.output import Row, spread
 from dure_studies.sharding_virtual import SYNCS, WORKERS, cluster
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from dure.job.job import Job
 
 SERVERS = WORKERS // 2
 BATCH = 16
@@ -34,8 +36,6 @@ RATES = {"bsp": 0.1, "downpour": 0.01}
 CHANNELS, UNITS = (3, 8, 16, 32), (512, 128, 64, 10)
 """Channels before and behind each convolution, units before and behind each dense layer."""
 
-Row = dict[str, Any]
-
 
 def accuracy_rows(syncs: Sequence[str], rounds: int, seeds: int, data: Path | None) -> tuple[str, list[Row]]:
     """The source of the data, and a row for each of `syncs` and cut, with the accuracy after `rounds` steps.
@@ -49,21 +49,12 @@ def accuracy_rows(syncs: Sequence[str], rounds: int, seeds: int, data: Path | No
 
 def small(data: Path | None) -> Job:
     """The small network on CIFAR-10."""
-    import dataclasses
-
-    from dure.job.job import load_job
-    from dure.job.models.he_values import with_he_values
-
     job = load_job("cifar10-cnn", data)
-    return dataclasses.replace(job, model=partial(with_he_values, network), name="small-vgg", batch_size=BATCH)
+    return replace(job, model=partial(with_he_values, network), name="small-vgg", batch_size=BATCH)
 
 
 def network() -> nn.Sequential:
     """Network from (batch, 3, 32, 32) to (batch, 10)."""
-    from itertools import pairwise
-
-    from torch import nn
-
     layers: list[nn.Module] = []
     for inputs, outputs in pairwise(CHANNELS):
         layers += [nn.Conv2d(inputs, outputs, kernel_size=3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
@@ -80,7 +71,7 @@ def _row(job: Job, sync: str, by: str, rounds: int, seeds: Sequence[int]) -> Row
         "sync": sync,
         "split": by,
         "accuracy": statistics.mean(accuracies),
-        "spread": statistics.stdev(accuracies) if len(accuracies) > 1 else 0.0,
+        "spread": spread(accuracies),
         "accuracies": accuracies,
         "digests": [each["params_sha256"] for each in summaries],
         "staleness": statistics.mean(each["staleness"]["mean"] for each in summaries),
@@ -88,18 +79,9 @@ def _row(job: Job, sync: str, by: str, rounds: int, seeds: Sequence[int]) -> Row
     }
 
 
-def _summary(job: Job, sync: str, by: str, rounds: int, seed: int) -> dict[str, Any]:
-    from dure.run.train import train
-
+def _summary(job: Job, sync: str, by: str, rounds: int, seed: int) -> Row:
     numel = sum(parameter.numel() for parameter in network().parameters())
-    run = train(
-        job,
-        sync=SYNCS[sync],
-        topology=f"ps:shards={SERVERS},split={by}",
-        on=cluster(WORKERS, "separate", COMPUTE, scale=numel / VGG16),
-        optimizer=f"sgd:lr={RATES[sync]:g}",
-        steps=rounds,
-        eval_every=rounds,
-        seed=seed,
-    )
-    return run.summary()
+    strategy = f"{SYNCS[sync]} ps:shards={SERVERS},split={by}"
+    on = cluster(WORKERS, "separate", COMPUTE, scale=numel / VGG16)
+    given = {"optimizer": f"sgd:lr={RATES[sync]:g}", "steps": rounds, "eval_every": rounds, "seed": seed}
+    return train(job, strategy=strategy, on=on, **given).summary()

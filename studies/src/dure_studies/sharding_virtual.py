@@ -10,14 +10,17 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+from dure.job.data.dataset import Data
 from dure.job.job import Job
+from dure.run.train import train
 from dure.runtime.virtual.cluster import Cluster, Link, Machines
 from dure.runtime.virtual.compute import LogNormal
-
-if TYPE_CHECKING:
-    from torch import nn
+from dure_studies.output import Row
 
 SYNCS = {"bsp": "bsp", "downpour": "downpour:at_once=true"}
 """Synchronous servers, and servers that answer each worker at once."""
@@ -41,8 +44,6 @@ SERVERS = (1, 2, 4, 8)
 
 EQUAL_LAYERS, WIDTH = 32, 2080
 """Layers of the model of equal layers, and the units of each: as many parameters as VGG-16, within 0.1 %."""
-
-Row = dict[str, Any]
 
 
 def cluster(workers: int, hosts: str, compute: float, *, scale: float = 1.0, applies: bool = True) -> Cluster:
@@ -72,27 +73,19 @@ class Course:
         """Virtual seconds of a step."""
         return mean_seconds(self.summaries(workers, servers, by))
 
-    def summaries(self, workers: int, servers: int, by: str, *, applies: bool = True) -> list[dict[str, Any]]:
+    def summaries(self, workers: int, servers: int, by: str, *, applies: bool = True) -> list[Row]:
         """The summaries of runs of `STEPS` steps; if not `applies`, the work of servers takes no time."""
         _ = self.job.flops_per_sample  # counted here once, as each run would count it again
         return [self._summary(seed, workers, servers, by, applies=applies) for seed in range(SEEDS[self.sync])]
 
-    def _summary(self, seed: int, workers: int, servers: int, by: str, *, applies: bool) -> dict[str, Any]:
-        from dure.run.train import train
+    def _summary(self, seed: int, workers: int, servers: int, by: str, *, applies: bool) -> Row:
 
-        run = train(
-            self.job,
-            sync=SYNCS[self.sync],
-            topology=f"ps:shards={servers},split={by}",
-            on=cluster(workers, self.hosts, self.compute, applies=applies),
-            steps=STEPS,
-            timing_only=True,
-            seed=seed,
-        )
-        return run.summary()
+        strategy = f"{SYNCS[self.sync]} ps:shards={servers},split={by}"
+        on = cluster(workers, self.hosts, self.compute, applies=applies)
+        return train(self.job, strategy=strategy, on=on, steps=STEPS, timing_only=True, seed=seed).summary()
 
 
-def mean_seconds(summaries: Sequence[dict[str, Any]]) -> float:
+def mean_seconds(summaries: Sequence[Row]) -> float:
     """Seconds of a step."""
     return float(statistics.mean(each["seconds"] for each in summaries)) / STEPS
 
@@ -128,18 +121,11 @@ def _figures(course: Course, servers: int, by: str) -> Row:
     }
 
 
-def equal_layers() -> Job:
+def equal_layers(count: int = EQUAL_LAYERS, width: int = WIDTH, batch_size: int = 32) -> Job:
     """Dense layers of equal size, with shapes but no values."""
-    import torch
-    from torch.nn.functional import mse_loss
 
-    from dure.job.data.dataset import Data
+    def model() -> nn.Sequential:
+        return nn.Sequential(*(nn.Linear(width, width, bias=False, device="meta") for _ in range(count)))
 
-    nothing = torch.empty(32, WIDTH, device="meta")
-    return Job(name="equal layers", model=_equal_network, loss=mse_loss, train=Data(nothing, nothing), batch_size=32)
-
-
-def _equal_network() -> nn.Sequential:
-    from torch import nn
-
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False, device="meta") for _ in range(EQUAL_LAYERS)))
+    nothing = torch.empty(batch_size, width, device="meta")
+    return Job(name="equal layers", model=model, loss=mse_loss, train=Data(nothing, nothing), batch_size=batch_size)

@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from dure.runtime.virtual.cluster import Cluster
 from dure_studies.study import FigureColumn, Row, Setting, Statement, Study, learnt, less
 
 if TYPE_CHECKING:
@@ -58,26 +59,14 @@ def above_optimum(study: Study, job: Job, setting: Setting, rounds: int, seed: i
 
 
 def _settings() -> Mapping[str, Setting]:
-    from dure.runtime.virtual.cluster import Cluster
-
-    cluster = Cluster.uniform(WORKERS)
-    found = {
-        f"convex, {name}": Setting(
-            strategy=method,
-            cluster=cluster,
-            options={"lr": CONVEX_RATE},
-            job=CONVEX,
-            panel=CONVEX,
-            line=name,
-            share=2.0,
+    jobs = {"convex": (CONVEX, CONVEX_RATE, 2.0), "mnist-mlp": ("", MNIST_RATE, 1.0)}
+    return {
+        f"{where}, {name}": Setting(
+            method, Cluster.uniform(WORKERS), options={"lr": rate}, job=job, panel=job or where, line=name, share=share
         )
+        for where, (job, rate, share) in jobs.items()
         for name, method in METHODS.items()
     }
-    for name, method in METHODS.items():
-        found[f"mnist-mlp, {name}"] = Setting(
-            strategy=method, cluster=cluster, options={"lr": MNIST_RATE}, panel="mnist-mlp", line=name
-        )
-    return found
 
 
 def _sooner(one: str, other: str) -> Statement:
@@ -89,11 +78,14 @@ STUDY = Study(
     name="shared-memory",
     about=f"{WORKERS} workers on one model; softmax regression at a rate of {CONVEX_RATE}, mnist-mlp at {MNIST_RATE}.",
     settings=_settings,
-    columns=("lr", "accuracy", "seconds", "seconds_to_target", "halfway", "excess"),
-    more_columns={
-        "excess": FigureColumn("loss above optimum", "{:.1e}"),
-        "halfway": FigureColumn("at half-time", "{:.1e}"),
-    },
+    columns=(
+        "lr",
+        "accuracy",
+        "seconds",
+        "seconds_to_target",
+        FigureColumn("halfway", "at half-time", "{:.1e}"),
+        FigureColumn("excess", "loss above optimum", "{:.1e}"),
+    ),
     rounds=200,
     target=0.85,
     measure=above_optimum,
@@ -117,4 +109,3 @@ STUDY = Study(
         ),
     ),
 )
-reproduce, table, QUICK = STUDY.reproduce, STUDY.table, STUDY.quick

@@ -16,6 +16,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dure.runtime.virtual.cluster import Cluster, Machines
+from dure.runtime.virtual.compute import Constant, LogNormal
 from dure_studies.study import FigureColumn, OfSeed, Row, Setting, Statement, Study, figures
 
 if TYPE_CHECKING:
@@ -34,9 +36,6 @@ NEAR = 0.2
 
 
 def _settings() -> Mapping[str, Setting]:
-    from dure.runtime.virtual.cluster import Cluster, Machines
-    from dure.runtime.virtual.compute import Constant, LogNormal
-
     kinds = {
         PASSING: (Machines(count=WORKERS, compute=LogNormal(seconds=STEP, sigma=1.0)),),
         LASTING: (
@@ -47,35 +46,19 @@ def _settings() -> Mapping[str, Setting]:
     found = {}
     for kind, machines in kinds.items():
         cluster = Cluster(machines=machines)
-        found[f"{kind}, bsp"] = Setting(
-            strategy="bsp ps", cluster=cluster, options={"lr": RATE * WORKERS}, panel=kind, line="bsp"
-        )
+        found[f"{kind}, bsp"] = Setting("bsp ps", cluster, options={"lr": RATE * WORKERS}, panel=kind, line="bsp")
         for bound in BOUNDS:
-            found[f"{kind}, bound {bound}"] = Setting(
-                strategy=f"ssp:bound={bound} ps",
-                cluster=cluster,
-                options={"lr": RATE},
-                panel=kind,
-                line=f"bound {bound}",
-            )
+            strategy, line = f"ssp:bound={bound} ps", f"bound {bound}"
+            found[f"{kind}, {line}"] = Setting(strategy, cluster, options={"lr": RATE}, panel=kind, line=line)
     return found
 
 
 def _measure(study: Study, job: Job, setting: Setting, rounds: int, seed: int) -> Row:
     """A run of `rounds` mean computations. `waiting` is the share of time in which workers do not compute."""
-    from dure.run.train import train
-
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder) / "run"
-        options = {
-            "steps": 10**6,
-            "seconds": rounds * STEP,
-            "eval_every": 4,
-            "exact": True,
-            "trace": True,
-            "out": place,
-        }
-        run = train(job, strategy=setting.strategy, on=setting.cluster, seed=seed, **options, **setting.options)
+        length = {"steps": 10**6, "seconds": rounds * STEP}
+        run = setting.train(job, seed=seed, **length, eval_every=4, exact=True, trace=True, out=place)
         lead = largest_lead(json.loads((place / "trace.json").read_text(encoding="utf-8"))["traceEvents"])
     summary = run.summary()
     waiting = 1 - summary["time_share"]["compute"]
@@ -113,12 +96,14 @@ STUDY = Study(
     measure=_measure,
     rounds=200,
     target=0.95,
-    columns=("samples", "waiting", "lead", "staleness", "accuracy", "seconds_to_target"),
-    more_columns={
-        "samples": FigureColumn("samples", "{:,.0f}"),
-        "waiting": FigureColumn("not computing", "{:.0%}"),
-        "lead": FigureColumn("largest lead", "{:.1f}"),
-    },
+    columns=(
+        FigureColumn("samples", "samples", "{:,.0f}"),
+        FigureColumn("waiting", "not computing", "{:.0%}"),
+        FigureColumn("lead", "largest lead", "{:.1f}"),
+        "staleness",
+        "accuracy",
+        "seconds_to_target",
+    ),
     statements=(
         Statement("No worker begins a computation with a lead above the bound", _bounded),
         Statement(
@@ -151,4 +136,3 @@ STUDY = Study(
     ),
     quick={"rounds": 60, "seeds": 1},
 )
-reproduce, table, QUICK = STUDY.reproduce, STUDY.table, STUDY.quick

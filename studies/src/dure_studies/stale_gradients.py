@@ -12,10 +12,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from dure.errors import DivergedError
-from dure_studies.study import DIVERGED, FigureColumn, OfSeed, Row, Setting, Statement, Study, figures
+from dure.runtime.virtual.cluster import Cluster
+from dure_studies.study import FigureColumn, OfSeed, Row, Setting, Statement, Study, learnt
 
 if TYPE_CHECKING:
     from dure.job.job import Job
@@ -32,40 +32,24 @@ COMPARED = 20
 
 
 def _settings() -> Mapping[str, Setting]:
-    from dure.runtime.virtual.cluster import Cluster
-
-    found = {
-        f"{ASYNC}, {count} workers": Setting(
-            strategy=STRATEGIES[ASYNC], cluster=Cluster.uniform(count), line=ASYNC, at=count
+    return {
+        f"{kind}, {count} workers": Setting(
+            STRATEGIES[kind],
+            Cluster.uniform(count),
+            options={"eval_every": max(1, EVALUATED // count)},
+            share=1 / count,
+            line=kind,
+            at=count,
         )
-        for count in COUNTS
-    }
-    return found | {
-        f"{SYNC}, 4 workers": Setting(strategy=STRATEGIES[SYNC], cluster=Cluster.uniform(4), line=SYNC, at=4)
+        for kind, count in (*((ASYNC, count) for count in COUNTS), (SYNC, 4))
     }
 
 
 def _measure(study: Study, job: Job, setting: Setting, rounds: int, seed: int) -> Row:
     """The run of the best rate, in which all workers together compute `rounds` gradients; how often replicas agree."""
-    rows = [_trained(study, job, setting, rounds, seed, rate) for rate in RATES]
+    rows = [learnt(study, job, setting.at_rate(rate), rounds, seed) | {"rate": rate} for rate in RATES]
     best = min(rows, key=lambda row: (row["samples_to_target"], row["loss"]))
     return best | {"equal": equal_replicas(job, setting, seed)}
-
-
-def _trained(study: Study, job: Job, setting: Setting, rounds: int, seed: int, rate: float) -> Row:
-    from dure.run.train import train
-
-    workers = setting.cluster.workers
-    options: dict[str, Any] = {
-        "steps": max(1, rounds // workers),
-        "eval_every": max(1, EVALUATED // workers),
-        "exact": True,
-    }
-    try:
-        run = train(job, strategy=setting.strategy, on=setting.cluster, seed=seed, lr=rate, **options)
-    except DivergedError:
-        return dict(DIVERGED) | {"rate": rate}
-    return figures(run, study.target) | {"rate": rate}
 
 
 def equal_replicas(job: Job, setting: Setting, seed: int) -> float:
@@ -76,15 +60,8 @@ def equal_replicas(job: Job, setting: Setting, seed: int) -> float:
     from dure.run.resolve import resolve
     from dure.run.virtual import VirtualRun
 
-    config = TrainConfig(
-        job=job.name,
-        strategy=setting.strategy,
-        on="virtual",
-        steps=COMPARED,
-        seed=seed,
-        eval_every=COMPARED,
-        exact=True,
-    )
+    run = {"job": job.name, "strategy": setting.strategy, "on": "virtual", "seed": seed}
+    config = TrainConfig.of({**run, "steps": COMPARED, "eval_every": COMPARED, "exact": True})
     seen: dict[int, set[bytes]] = {}
     setup, cluster = resolve(config, Prebuilt(job=job, cluster=setting.cluster))
     assert cluster is not None
@@ -103,19 +80,19 @@ def _needs(rows: OfSeed, count: int) -> float:
 
 STUDY = Study(
     name="stale-gradients",
-    about="digits-mlp, equal workers; samples of all workers, each row at the best rate of "
-    + ", ".join(map(str, RATES))
-    + ".",
+    about=f"digits-mlp, equal workers; samples of all workers, each row at the best rate of {str(RATES)[1:-1]}.",
     job="digits-mlp",
     settings=_settings,
     measure=_measure,
     rounds=480,
     target=0.95,
-    columns=("samples_to_target", "rate", "staleness", "accuracy", "equal"),
-    more_columns={
-        "rate": FigureColumn("best rate, mean", "{:.3f}"),
-        "equal": FigureColumn("steps with equal replicas", "{:.0%}"),
-    },
+    columns=(
+        "samples_to_target",
+        FigureColumn("rate", "best rate, mean", "{:.3f}"),
+        "staleness",
+        "accuracy",
+        FigureColumn("equal", "steps with equal replicas", "{:.0%}"),
+    ),
     x="workers",
     y="samples_to_target",
     statements=(
@@ -136,10 +113,8 @@ STUDY = Study(
             lambda rows: rows[f"{SYNC}, 4 workers"]["equal"] == 1.0,
         ),
         Statement(
-            "Asynchronous replicas differ at most steps",
-            lambda rows: rows[f"{ASYNC}, 4 workers"]["equal"] < 0.5,
+            "Asynchronous replicas differ at most steps", lambda rows: rows[f"{ASYNC}, 4 workers"]["equal"] < 0.5
         ),
     ),
     quick={"rounds": 160, "seeds": 1},
 )
-reproduce, table, QUICK = STUDY.reproduce, STUDY.table, STUDY.quick

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from dure.runtime.virtual.cluster import Cluster
 from dure_studies.study import FigureColumn, OfSeed, Row, Setting, Statement, Study, learnt
 
 if TYPE_CHECKING:
@@ -23,11 +24,9 @@ RATE = 0.1
 
 
 def _settings() -> Mapping[str, Setting]:
-    from dure.runtime.virtual.cluster import Cluster
-
     cluster = Cluster.uniform(WORKERS)
     options = {"batch_size": BATCH, "lr": RATE, "exact": False}
-    return {codec: Setting(strategy=f"bsp collective {codec}", cluster=cluster, options=options) for codec in CODECS}
+    return {codec: Setting(f"bsp collective {codec}", cluster, options=options) for codec in CODECS}
 
 
 def _measure(study: Study, job: Job, setting: Setting, rounds: int, seed: int) -> Row:
@@ -52,8 +51,7 @@ STUDY = Study(
     settings=_settings,
     measure=_measure,
     rounds=1000,
-    columns=("accuracy", "loss", "nbytes"),
-    more_columns={"nbytes": FigureColumn("bytes per worker and step", "{:,.0f}")},
+    columns=("accuracy", "loss", FigureColumn("nbytes", "bytes per worker and step", "{:,.0f}")),
     x="step",
     statements=(
         Statement(
@@ -70,4 +68,3 @@ STUDY = Study(
         ),
     ),
 )
-reproduce, table, QUICK = STUDY.reproduce, STUDY.table, STUDY.quick

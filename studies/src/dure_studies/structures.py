@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from dure.runtime.virtual.cluster import Cluster, Link
+from dure.runtime.virtual.compute import Constant
 from dure_studies.study import FigureColumn, OfSeed, Row, Setting, Statement, Study
 
 if TYPE_CHECKING:
@@ -29,23 +31,17 @@ LINKS = ("1 Gbit/s", "10 Gbit/s")
 
 
 def _settings() -> Mapping[str, Setting]:
-    from dure.runtime.virtual.cluster import Cluster, Link
-    from dure.runtime.virtual.compute import Constant
-
     found = {}
     for link in LINKS:
         cluster = Cluster.uniform(WORKERS, compute=Constant(seconds=SECONDS), link=Link(bandwidth=link))
         for model, job in MODELS.items():
             for structure, strategy in STRUCTURES.items():
-                found[f"{model}, {link}, {structure}"] = Setting(strategy=strategy, cluster=cluster, job=job)
+                found[f"{model}, {link}, {structure}"] = Setting(strategy, cluster, job=job)
     return found
 
 
 def _measure(_study: Study, job: Job, setting: Setting, rounds: int, seed: int) -> Row:
-    from dure.run.train import train
-
-    run = train(job, strategy=setting.strategy, on=setting.cluster, steps=rounds, seed=seed, timing_only=True)
-    summary = run.summary()
+    summary = setting.train(job, seed=seed, steps=rounds, timing_only=True).summary()
     sent, received = (summary[f"bytes_{way}"] / WORKERS / rounds / 1e6 for way in ("sent", "received"))
     return {"ms": summary["seconds"] / rounds * 1e3, "sent": sent, "received": received}
 
@@ -72,12 +68,11 @@ STUDY = Study(
     measure=_measure,
     rounds=10,
     seeds=1,
-    columns=("ms", "sent", "received"),
-    more_columns={
-        "ms": FigureColumn("ms per step", "{:,.1f}"),
-        "sent": FigureColumn("MB sent per worker", "{:,.2f}"),
-        "received": FigureColumn("MB received", "{:,.2f}"),
-    },
+    columns=(
+        FigureColumn("ms", "ms per step", "{:,.1f}"),
+        FigureColumn("sent", "MB sent per worker", "{:,.2f}"),
+        FigureColumn("received", "MB received", "{:,.2f}"),
+    ),
     statements=(
         Statement(
             "VGG-16 and embedding-text: one server takes at least 1.5 times the time of collectives, for both links",
@@ -102,4 +97,3 @@ STUDY = Study(
     ),
     quick={"rounds": 2},
 )
-reproduce, table, QUICK = STUDY.reproduce, STUDY.table, STUDY.quick

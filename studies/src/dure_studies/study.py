@@ -1,9 +1,6 @@
 """A study: runs of several settings with several seeds, and statements that each seed confirms or refutes.
 
-`Study.reproduce` and `Study.table` are the two functions that a module of `dure_studies` needs:
-
-    STUDY = Study(name="elastic", ...)
-    reproduce, table, QUICK = STUDY.reproduce, STUDY.table, STUDY.quick
+`dure reproduce NAME` finds the `STUDY` of a module, and calls `reproduce` and `table` of it.
 """
 
 from __future__ import annotations
@@ -11,24 +8,25 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
+from dure.core.regular_file import check_output
 from dure.core.target import Target
-from dure.errors import DivergedError, UsageError
-from dure_studies.flags import DATA, OUT, ROUNDS, SEEDS
+from dure.errors import DivergedError
+from dure_studies.flags import DATA, OUT, ROUNDS, SEEDS, check_counts
+from dure_studies.output import Row as Row
+from dure_studies.output import draw, judged, spread, statement_table, table_of
 
 if TYPE_CHECKING:
     from rich.console import Group
     from rich.table import Table
 
     from dure.job.job import Job
+    from dure.report.figures import Band
     from dure.report.run import Run
     from dure.runtime.virtual.cluster import Cluster
-
-Row = dict[str, Any]
-"""Figures of one run, with `setting` and `seed`."""
 
 OfSeed = Mapping[str, Row]
 """Rows of one seed, by the names of their settings."""
@@ -50,12 +48,13 @@ def less(text: str, figure: str, small: str, large: str) -> Statement:
     return Statement(text, lambda rows: bool(rows[small][figure] < rows[large][figure]))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Setting:
     """A strategy on a cluster, with `options` of `dure.train`. `at` is its place on the horizontal axis of `line`."""
 
     strategy: str
     cluster: Cluster
+    _: KW_ONLY
     options: Mapping[str, Any] = field(default_factory=dict)
     share: float = 1.0
     """Steps of a worker, as a share of the study's rounds."""
@@ -74,24 +73,44 @@ class Setting:
         text = self.strategy.format(lr=lr)
         return replace(self, strategy=text, options={**self.options, "lr": lr}, rates=())
 
+    def train(self, job: Job, *, seed: int, **options: Any) -> Run:
+        """A run of this setting in virtual time, with `options` of `dure.train` beside its own."""
+        from dure.run.train import train
+
+        return train(job, strategy=self.strategy, on=self.cluster, seed=seed, **options | dict(self.options))
+
 
 class FigureColumn(NamedTuple):
-    """A figure of a row: its heading, and how to write its mean over seeds."""
+    """A figure of the rows: its name there, its heading, and how to write its mean over seeds."""
 
+    figure: str
     heading: str
     form: str
 
+    def cell(self, rows: Sequence[Row]) -> str:
+        """The mean over seeds, or the share of seeds without a value."""
+        values = [float(row[self.figure]) for row in rows if row.get(self.figure) is not None]
+        known = [value for value in values if math.isfinite(value)]
+        diverged = sum(row.get("why") == "diverged" for row in rows)
+        if not values:
+            return ""
+        if diverged:
+            return f"diverged: {diverged} of {len(rows)}"
+        if len(known) < len(rows):
+            return f"not reached: {len(rows) - len(known)} of {len(rows)}"
+        return self.form.format(statistics.fmean(known))
 
-COLUMNS: Mapping[str, FigureColumn] = {
-    "lr": FigureColumn("rate", "{:g}"),
-    "accuracy": FigureColumn("accuracy", "{:.2%}"),
-    "seconds": FigureColumn("seconds", "{:.3g}"),
-    "seconds_to_target": FigureColumn("seconds to target", "{:.3g}"),
-    "samples_to_target": FigureColumn("samples to target", "{:,.0f}"),
-    "megabytes": FigureColumn("MB sent", "{:,.1f}"),
-    "staleness": FigureColumn("staleness", "{:.2f}"),
-    "loss": FigureColumn("loss", "{:.4f}"),
-}
+
+LEARNT = (
+    FigureColumn("lr", "rate", "{:g}"),
+    FigureColumn("accuracy", "accuracy", "{:.2%}"),
+    FigureColumn("seconds", "seconds", "{:.3g}"),
+    FigureColumn("seconds_to_target", "seconds to target", "{:.3g}"),
+    FigureColumn("samples_to_target", "samples to target", "{:,.0f}"),
+    FigureColumn("megabytes", "MB sent", "{:,.1f}"),
+    FigureColumn("staleness", "staleness", "{:.2f}"),
+    FigureColumn("loss", "loss", "{:.4f}"),
+)
 """The figures that `learnt` gives. A study shows some of them."""
 
 DIVERGED: Mapping[str, Any] = {
@@ -123,12 +142,9 @@ def at_best_rate(study: Study, job: Any, setting: Setting, rounds: int) -> Setti
 
 def learnt(study: Study, job: Job, setting: Setting, rounds: int, seed: int) -> Row:
     """Figures of a run with real gradients in virtual time; `seconds_to_target` is infinite where none reached it."""
-    from dure.run.train import train
-
     steps = max(1, round(rounds * setting.share))
-    options = {"eval_every": max(1, steps // EVALUATIONS), "exact": True} | dict(setting.options)
     try:
-        run = train(job, strategy=setting.strategy, on=setting.cluster, steps=steps, seed=seed, **options)
+        run = setting.train(job, seed=seed, steps=steps, eval_every=max(1, steps // EVALUATIONS), exact=True)
     except DivergedError:
         return dict(DIVERGED)
     return figures(run, study.target)
@@ -165,8 +181,8 @@ class Study:
     nature: str = "Seconds are virtual, gradients are real."
     settings: Callable[[], Mapping[str, Setting]]
     statements: Sequence[Statement]
-    columns: Sequence[str] = ("accuracy", "seconds", "seconds_to_target", "megabytes")
-    more_columns: Mapping[str, FigureColumn] = field(default_factory=dict)
+    columns: Sequence[str | FigureColumn] = ("accuracy", "seconds", "seconds_to_target", "megabytes")
+    """Figures of `LEARNT` by name, and others."""
     rounds: int = 500
     seeds: int = 3
     target: float = 0.9
@@ -194,13 +210,8 @@ class Study:
         rounds = self.rounds if rounds is None else rounds
         seeds = self.seeds if seeds is None else seeds
         out = Path(f"{self.name}.svg") if out is None else out
-        for name, value in (("rounds", rounds), ("seeds", seeds)):
-            if value < 1:
-                raise UsageError(f"{name} must be at least 1, got {value}.")
-        if not out.absolute().parent.is_dir():
-            raise UsageError(f"cannot write {out}: there is no folder {out.parent}.")
-        if out.is_dir():
-            raise UsageError(f"cannot write {out}: it is a folder. Name a file, as in {out / f'{self.name}.svg'}.")
+        check_counts(rounds=rounds, seeds=seeds)
+        check_output(out)
         given = self.settings()
         jobs = self._jobs(given.values(), data)
         job_of = {name: jobs[setting.job or self.job] for name, setting in given.items()}
@@ -238,26 +249,21 @@ class Study:
 
         return Group(self._figures_table(result), statement_table(result))
 
-    def _figures_table(self, result: dict[str, Any]) -> Table:
-        aims = any(name.endswith("_to_target") for name in self.columns)
+    def _figures_table(self, result: Row) -> Table:
+        named = {column.figure: column for column in LEARNT}
+        columns = [named[each] if isinstance(each, str) else each for each in self.columns]
+        aims = any(column.figure.endswith("_to_target") for column in columns)
         target = f"; target: an accuracy of {result['target']:.0%}" if aims else ""
         picture = f" Picture: {result['picture']}" if result["picture"] else ""
         caption = (
             f"{self.about} Rounds: {result['rounds']}; means of {result['seeds']} seeds{target}. {self.nature}{picture}"
         )
-        columns = {name: (self.more_columns.get(name) or COLUMNS[name]) for name in self.columns}
-        shown = _table(caption)
-        shown.add_column("setting")
-        for column in columns.values():
-            shown.add_column(column.heading, justify="right")
-        for setting, rows in _by_setting(result["rows"]).items():
-            shown.add_row(setting, *(_mean(rows, name, column.form) for name, column in columns.items()))
-        return shown
+        cells = [("setting", lambda own: str(own[0]["setting"])), *((each.heading, each.cell) for each in columns)]
+        return table_of(_by_setting(result["rows"]).values(), cells, caption, texts=("setting",))
 
     def _draw(self, path: Path, settings: Mapping[str, Setting], rows: Sequence[Row]) -> bool:
         """Draw what has a place on an axis; False where nothing has."""
-        from dure.report.figures import Band, grid
-        from dure.report.files import replacing
+        from dure.report.figures import Band
 
         panels: dict[tuple[str, str], list[Band]] = {}
         points: dict[tuple[str, str], list[tuple[float, float, float]]] = {}
@@ -272,22 +278,19 @@ class Study:
                 values = [row[self.y] for row in own]
                 found = points.setdefault((place[1], line), [])
                 if all(map(math.isfinite, values)):
-                    found.append((setting.at, statistics.fmean(values), _spread(values)))
+                    found.append((setting.at, statistics.fmean(values), spread(values)))
         for (panel, line), found in points.items():
             places, means, spreads = ([each[column] for each in found] for column in range(3))
             panels.setdefault((self.y, panel), []).append(Band(line, places, means, spreads))
-        if not panels:
-            return False
-        with replacing(path) as file:
-            file.write(grid(panels, x_label=self.x, y_label="", percent=self.y == "accuracy"))
-        return True
+        if panels:
+            draw(path, panels, x=self.x, y="", percent=self.y == "accuracy")
+        return bool(panels)
 
 
 def _judged(statement: Statement, rows: Sequence[Row]) -> dict[str, Any]:
     seeds = sorted({row["seed"] for row in rows})
     by_seed = [{row["setting"]: row for row in rows if row["seed"] == seed} for seed in seeds]
-    found = [bool(statement.holds(each)) for each in by_seed]
-    return {"statement": statement.text, "holds": sum(found), "of": len(found), "by_seed": found}
+    return judged(statement.text, [bool(statement.holds(each)) for each in by_seed])
 
 
 def _by_setting(rows: Sequence[Row]) -> dict[str, list[Row]]:
@@ -297,44 +300,9 @@ def _by_setting(rows: Sequence[Row]) -> dict[str, list[Row]]:
     return found
 
 
-def _mean(rows: Sequence[Row], name: str, form: str) -> str:
-    """The mean over seeds, or the share of seeds without a value."""
-    values = [float(row[name]) for row in rows if row.get(name) is not None]
-    if not values:
-        return ""
-    known = [value for value in values if math.isfinite(value)]
-    diverged = sum(row.get("why") == "diverged" for row in rows)
-    if diverged:
-        return f"diverged: {diverged} of {len(rows)}"
-    if len(known) < len(rows):
-        return f"not reached: {len(rows) - len(known)} of {len(rows)}"
-    return form.format(statistics.fmean(known))
-
-
-def statement_table(result: dict[str, Any]) -> Table:
-    """A row for each of `statements`, with the number of seeds that confirm it."""
-    shown = _table("Seeds whose runs agree with the statement.")
-    shown.add_column("statement", overflow="fold")
-    shown.add_column("seeds", justify="right")
-    for each in result["statements"]:
-        shown.add_row(each["statement"], f"{each['holds']} of {each['of']}")
-    return shown
-
-
-def _table(caption: str) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    return Table(box=box.SIMPLE_HEAD, header_style="bold", caption=caption, caption_justify="left")
-
-
 def _curve(rows: Sequence[Row], x: str, y: str) -> tuple[list[float], list[float], list[float]]:
     """Places, means and spreads of `y` over those evaluations that each seed has."""
     columns = list(zip(*(row["history"] for row in rows if row["history"]), strict=False))
     places = [statistics.fmean(point[x] for point in column) for column in columns]
     values = [[point[y] for point in column] for column in columns]
-    return places, [statistics.fmean(each) for each in values], [_spread(each) for each in values]
-
-
-def _spread(values: Sequence[float]) -> float:
-    return statistics.stdev(values) if len(values) > 1 else 0.0
+    return places, [statistics.fmean(each) for each in values], [spread(each) for each in values]

@@ -27,7 +27,7 @@ which words are counted.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -74,8 +74,7 @@ REAL = EpochSizes(width=8, layers=4, samples=6, batches=24, nodes=2, period=2)
 """The setting of the runs of processes."""
 
 
-@dataclass(frozen=True)
-class EpochCosts:
+class EpochCosts(NamedTuple):
     """Operations of matrix products and on vectors of parameters, and words that are sent, of all nodes."""
 
     products: float
@@ -97,36 +96,35 @@ class TrainingScheme:
     periodic: bool = False
 
 
-def _borders(setting: EpochSizes) -> float:
-    return 2 * (setting.nodes - 1) * setting.width * setting.samples * setting.batches
+def _twice_the_model(at: EpochSizes) -> float:
+    return 2 * at.weights * at.batches
+
+
+def _with_means(at: EpochSizes) -> float:
+    return 2 * at.weights * at.batches + at.weights * at.batches / at.period
+
+
+def _borders(at: EpochSizes) -> float:
+    return 2 * (at.nodes - 1) * at.width * at.samples * at.batches
 
 
 SCHEMES: Mapping[str, TrainingScheme] = {
     "averaging": TrainingScheme(
         lambda at: f"averaging:period={at.period} ps",
-        lambda at: 2 * at.weights * at.batches + at.weights * at.batches / at.period,
+        _with_means,
         lambda at: 2 * at.weights * at.batches / at.period,
         periodic=True,
     ),
     "gradients": TrainingScheme(
-        lambda at: "bsp ps",
-        lambda at: at.weights * at.batches * (1 + 2 / at.nodes),
-        lambda at: 2 * at.weights * at.batches,
+        lambda at: "bsp ps", lambda at: at.weights * at.batches * (1 + 2 / at.nodes), _twice_the_model
     ),
-    "async": TrainingScheme(
-        lambda at: "downpour ps",
-        lambda at: 2 * at.weights * at.batches,
-        lambda at: 2 * at.weights * at.batches,
-    ),
+    "async": TrainingScheme(lambda at: "downpour ps", _twice_the_model, _twice_the_model),
     "pipelined": TrainingScheme(
-        lambda at: f"bsp petrowski:stages={at.nodes}",
-        lambda at: 2 * at.weights * at.batches,
-        _borders,
-        shared=False,
+        lambda at: f"bsp petrowski:stages={at.nodes}", _twice_the_model, _borders, shared=False
     ),
     "versions": TrainingScheme(
         lambda at: f"bsp multi-version:stages={at.nodes},average={at.period}",
-        lambda at: 2 * at.weights * at.batches + at.weights * at.batches / at.period,
+        _with_means,
         _borders,
         shared=False,
         periodic=True,
@@ -134,10 +132,6 @@ SCHEMES: Mapping[str, TrainingScheme] = {
 }
 
 SCHEMES_OF_PROCESSES = SCHEMES
-
-
-QUICK: dict[str, Any] = {}
-"""Flags of the reduced form."""
 
 
 def reproduce() -> dict[str, Any]:
@@ -164,40 +158,32 @@ def formula(scheme: TrainingScheme, setting: EpochSizes) -> EpochCosts:
 def counted(scheme: TrainingScheme, setting: EpochSizes, on: str = "virtual") -> EpochCosts:
     """The counts of a run of M mini-batches: those of a run of twice as many, less those of a run of as many."""
     once, twice = (_run(scheme, setting, times, on) for times in (1, 2))
-    return EpochCosts(twice.products - once.products, twice.vectors - once.vectors, twice.words - once.words)
+    return EpochCosts(*(more - less for more, less in zip(twice, once, strict=True)))
 
 
 def _row(name: str, setting: EpochSizes, on: str) -> dict[str, Any]:
     """A row. Operations of other processes are not counted."""
     scheme = SCHEMES[name]
-    found = {
-        part: asdict(each)
-        for part, each in (("counted", counted(scheme, setting, on)), ("formula", formula(scheme, setting)))
-    }
+    counts = counted(scheme, setting, on)._asdict()
     if on == "local":
-        found["counted"] |= {"products": None, "vectors": None}
+        counts |= {"products": None, "vectors": None}
     return {
         "scheme": name,
         "time": "virtual" if on == "virtual" else "real",
         "strategy": scheme.strategy(setting),
         **setting._asdict(),
-        **found,
+        "counted": counts,
+        "formula": formula(scheme, setting)._asdict(),
     }
 
 
 def _run(scheme: TrainingScheme, setting: EpochSizes, times: int, on: str) -> EpochCosts:
     steps = times * setting.batches // (setting.nodes if scheme.shared else 1)
+    of_a_file = f"{__file__}:mlp:width={setting.width},layers={setting.layers},samples={setting.samples}"
+    job = mlp(*setting[:3]) if on == "virtual" else of_a_file
+    given: dict[str, Any] = {"on": on, "workers": setting.nodes, "steps": steps, "eval_every": steps}
     with OperationCounter(setting.width**2) as operations:
-        run = train(
-            mlp(*setting[:3])
-            if on == "virtual"
-            else f"{__file__}:mlp:width={setting.width},layers={setting.layers},samples={setting.samples}",
-            strategy=scheme.strategy(setting),
-            on=on,
-            workers=setting.nodes,
-            steps=steps,
-            eval_every=steps,
-        )
+        run = train(job, strategy=scheme.strategy(setting), **given)
     found = run.summary()
     nbytes = found["bytes_sent"] + (found["bytes_received"] if scheme.shared else 0)
     return EpochCosts(operations.products, operations.vectors, nbytes / 4)
@@ -207,15 +193,8 @@ def mlp(width: int, layers: int, samples: int) -> Job:
     """L matrices without biases, a hyperbolic tangent behind each, on random data."""
     draw = torch.Generator().manual_seed(0)
     inputs, targets = (torch.randn(ROWS, width, generator=draw) for _ in range(2))
-    return Job(
-        partial(_network, width, layers),
-        nn.functional.mse_loss,
-        Data(inputs, targets),
-        None,
-        batch_size=samples,
-        optimizer=OptimizerSpec(lr=0.01),
-        name="mlp",
-    )
+    given: dict[str, Any] = {"batch_size": samples, "optimizer": OptimizerSpec(lr=0.01), "name": "mlp"}
+    return Job(partial(_network, width, layers), nn.functional.mse_loss, Data(inputs, targets), None, **given)
 
 
 def _network(width: int, layers: int) -> nn.Module:
@@ -258,21 +237,8 @@ def table(result: dict[str, Any]) -> Table:
     from rich.table import Table
 
     shown = Table(title="Counted, and by formula, of all nodes", box=None, pad_edge=False)
-    for head in (
-        "scheme",
-        "N",
-        "L",
-        "T",
-        "M",
-        "K",
-        "tau",
-        "products",
-        "formula",
-        "vectors",
-        "formula",
-        "words",
-        "formula",
-    ):
+    counts = (head for kind in ("products", "vectors", "words") for head in (kind, "formula"))
+    for head in ("scheme", "N", "L", "T", "M", "K", "tau", *counts):
         shown.add_column(head, justify="left" if head == "scheme" else "right")
     for row in result["rows"]:
         cells = [_text(row[part][kind]) for kind in ("products", "vectors", "words") for part in ("counted", "formula")]

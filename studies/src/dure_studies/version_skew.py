@@ -22,15 +22,16 @@ import statistics
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-from dure.errors import UsageError
 from dure.report.metrics import VersionCounts
-from dure_studies.flags import ROUNDS, SEEDS
+from dure.runtime.virtual.cluster import Cluster, Link, Machines
+from dure.runtime.virtual.compute import LogNormal
+from dure_studies.flags import ROUNDS, SEEDS, check_counts
+from dure_studies.output import Columns, spread, table_of
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from dure.report.run import Run
-    from dure.runtime.virtual.cluster import Cluster
 
 ASYNCHRONOUS = ("downpour", "downpour:at_once=true")
 CUTS = ((1, "layer"), *((shards, cut) for shards in (2, 4, 8) for cut in ("layer", "memory")))
@@ -65,8 +66,7 @@ class SkewSetting(NamedTuple):
     links: str
 
 
-QUICK: dict[str, Any] = {"rounds": 30, "seeds": 1}
-"""Flags of the reduced form."""
+quick = {"rounds": 30, "seeds": 1}
 
 
 def reproduce(*, rounds: Annotated[int, ROUNDS] = 100, seeds: Annotated[int, SEEDS] = 3) -> dict[str, Any]:
@@ -77,32 +77,28 @@ def reproduce(*, rounds: Annotated[int, ROUNDS] = 100, seeds: Annotated[int, SEE
 
     Raises `UsageError` for numbers that are out of range.
     """
-    for name, value in (("rounds", rounds), ("seeds", seeds)):
-        if value < 1:
-            raise UsageError(f"{name} must be at least 1, got {value}.")
+    check_counts(rounds=rounds, seeds=seeds)
     rows = [_row(setting, rounds, seeds) for setting in settings()]
     return {"reproduce": "version-skew", "time": "virtual", "rounds": rounds, "seeds": seeds, "rows": rows}
 
 
 def table(result: dict[str, Any]) -> Table:
     """A row for each setting."""
-    from rich import box
-    from rich.table import Table
-
+    heads = (*map(str, range(LARGE)), f"{LARGE}+", "mean", "max")
+    columns: Columns = [
+        *((name, f"{{{name}}}") for name in SkewSetting._fields),
+        *((head, f"{{skew[{place}]}}") for place, head in enumerate(heads)),
+        ("staleness", "{staleness:.2f}"),
+        ("accuracy", "{accuracy:.1%} ± {spread:.1%}"),
+        ("loss", "{loss:.3f}"),
+    ]
     caption = (
         f"share of the pulls of {len(SPEEDS)} workers by the versions from the oldest to the newest part, and the test "
         f"accuracy of digits-mlp after {result['rounds']} steps of each worker; {result['seeds']} seeds. Machines and "
         "links are virtual, gradients real."
     )
-    shown = Table(box=box.SIMPLE_HEAD, header_style="bold", caption=caption, caption_justify="left")
-    for name in SkewSetting._fields:
-        shown.add_column(name)
-    for name in (*map(str, range(LARGE)), f"{LARGE}+", "mean", "max", "staleness", "accuracy", "loss"):
-        shown.add_column(name, justify="right")
-    for row in result["rows"]:
-        figures = f"{row['staleness']:.2f}", f"{row['accuracy']:.1%} ± {row['spread']:.1%}", f"{row['loss']:.3f}"
-        shown.add_row(*(str(row[name]) for name in SkewSetting._fields), *_shares(row["version_skew"]), *figures)
-    return shown
+    rows = [{**row, "skew": _shares(row["version_skew"])} for row in result["rows"]]
+    return table_of(rows, columns, caption, texts=SkewSetting._fields)
 
 
 def settings() -> list[SkewSetting]:
@@ -123,9 +119,6 @@ def trained(setting: SkewSetting, *, rounds: int, seed: int = 0) -> Run:
 
 def cluster(links: Links) -> Cluster:
     """Machines at 100 Mbit/s whose steps vary in time; the first is the slowest."""
-    from dure.runtime.virtual.cluster import Cluster, Link, Machines
-    from dure.runtime.virtual.compute import LogNormal
-
     link = Link(bandwidth=12.5e6, latency=2e-4)
     slow = Link(bandwidth=link.bandwidth / 10, latency=link.latency)
     compute = LogNormal(seconds=STEP, sigma=0.3)
@@ -148,7 +141,7 @@ def _row(setting: SkewSetting, rounds: int, seeds: int) -> dict[str, Any]:
         "version_skew": skew.as_dict() if setting.shards > 1 else None,
         "staleness": statistics.fmean(summary["staleness"]["mean"] for summary in found),
         "accuracy": statistics.fmean(accuracies),
-        "spread": statistics.stdev(accuracies) if seeds > 1 else 0.0,
+        "spread": spread(accuracies),
         "loss": statistics.fmean(summary["loss"] for summary in found),
     }
 
