@@ -32,7 +32,7 @@ from dure.job.data.split import BatchSampler, Split, parse_split
 from dure.job.data.stream import Stream
 from dure.job.data.structure import called
 from dure.job.groups import Groups
-from dure.job.names import imported, place_of, unknown
+from dure.job.names import function_of, unknown
 from dure.job.optimizer import OptimizerSpec
 from dure.job.schedule import Schedule, schedule_of
 from dure.job.trial import ROWS, check_graph
@@ -197,12 +197,11 @@ def load_job(name_or_path: str, data_root: Path | str | None = None, **overrides
     Raises `UsageError` for a name or an override that does not exist, `DataError` for data that is not available.
     """
     name, texts = parse_member(name_or_path)
-    location, folder = _locate(name)
-    target, _, function_name = location.rpartition(":")
     given = {key: value for key, value in overrides.items() if value is not None}
-    with nullcontext() if folder is None else user_code.imports_beside(Path(target)):
-        module = imported(target, name) if folder is None else user_code.run(target)
-        function = _function(module, function_name, name)
+    offered = function_of(name)
+    file, function_name = ("", "") if offered is not None else _file(name)
+    with user_code.imports_beside(Path(file)) if file else nullcontext():
+        function = offered or _function(user_code.run(file), function_name, name)
         parameters = set(inspect.signature(function).parameters)
         own = _values(function, texts, name)
         own |= {key: given.pop(key) for key in list(given) if key in parameters and key != "data_root"}
@@ -215,19 +214,17 @@ def load_job(name_or_path: str, data_root: Path | str | None = None, **overrides
     if not isinstance(job, Job):
         raise UsageError(f"{name} must return a dure.Job, it returned {type(job).__name__}.")
     job = _override(job, given)
-    job.name = job.name or (name if folder is None else function_name)
+    job.name = job.name or function_name or name
     return job
 
 
-def _locate(text: str) -> tuple[str, Path | None]:
-    """Resolve `text` to "module:function" and None, or to "file:function" and the folder of the file."""
-    if (place := place_of(text)) is not None:
-        return place, None
+def _file(text: str) -> tuple[str, str]:
+    """The file and the function of FILE.py:FUNCTION. Raises `UsageError` for any other text."""
     path, _, function = text.rpartition(":")
     if path.endswith(".py"):
         if not is_regular(Path(path)):
             raise UsageError(f"there is no file {path} (looked from {Path.cwd()}). Write FILE.py:FUNCTION.")
-        return f"{path}:{function}", Path(path).resolve().parent
+        return path, function
     if text.endswith(".py"):
         raise UsageError(f"{text} does not say which function makes the job. Write {text}:FUNCTION.")
     raise UsageError(unknown(text))

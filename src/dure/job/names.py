@@ -18,11 +18,11 @@ The function returns a `Job`; its parameters are those of the job. A name of thi
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
-from importlib.metadata import EntryPoints, entry_points
-from types import ModuleType
+from collections.abc import Callable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
-from dure.core import user_code
+from dure.core.offers import loaded, offer, offers, origin
 from dure.core.spec_text import names, nearest, parse_member
 from dure.errors import UsageError
 
@@ -53,40 +53,41 @@ DURE_JOBS = (
 
 INSTALL = "pip install dure-jobs"
 
+FORM = "MODULE:FUNCTION"
+"""The value of an entry point that offers a job."""
+
 
 def known_jobs() -> tuple[str, ...]:
     """The names of all jobs: of this package, of `dure-jobs` if it is installed, and of other distributions."""
-    offered = _offered().names
+    offered = offers(GROUP).names
     return (*BUILT_IN, *(name for name in DURE_JOBS if name in offered), *sorted(offered - {*BUILT_IN, *DURE_JOBS}))
 
 
-def place_of(name: str) -> str | None:
-    """The "module:function" of the job `name`, or None. Raises `UsageError` if two distributions offer this name."""
+def function_of(name: str) -> Callable[..., Any] | None:
+    """The function of the job `name`, or None. Raises `UsageError` if the entry point of that name is no function."""
     if name in BUILT_IN:
-        return BUILT_IN[name]
-    found = {each.value: each for each in _offered().select(name=name)}
-    if len(found) > 1:
-        origins = names(sorted(each.dist.name if each.dist else each.module for each in found.values()))
-        raise UsageError(f"several installed packages offer a job {name}: {origins}. Uninstall all but one of them.")
-    return next(iter(found), None)
-
-
-def _offered() -> EntryPoints:
-    return entry_points(group=GROUP)
-
-
-def imported(module: str, name: str) -> ModuleType:
-    """The module of the job `name`. Raises `UsageError` if that of another distribution cannot be imported."""
-    if name in BUILT_IN:
-        return importlib.import_module(module)
-    with user_code.explain_user_errors(f"the job {name} is in {module}, and its import raised"):
-        return importlib.import_module(module)
+        module, _, function = BUILT_IN[name].partition(":")
+        return getattr(importlib.import_module(module), function)  # type: ignore[no-any-return]
+    entry = offer(GROUP, "a job", name)
+    if entry is None:
+        return None
+    found = loaded(entry, "the job", FORM)
+    if not callable(found):
+        raise UsageError(
+            f"the job {name} of {origin(entry)} is {entry.value}, which is no function, but {type(found).__name__}: "
+            f"write {FORM}."
+        )
+    return found  # type: ignore[no-any-return]
 
 
 def unknown(name: str) -> str:
     """The text of an error: no job is called `name`, or it is one of `dure-jobs`, which is not installed."""
     if name in DURE_JOBS:
-        return f"the job {name} is part of dure-jobs, which is not installed: {INSTALL}"
+        try:
+            has = f"and dure-jobs {version('dure-jobs')} has none of this name: pip install --upgrade dure-jobs"
+        except PackageNotFoundError:
+            has = f"which is not installed: {INSTALL}"
+        return f"the job {name} is part of dure-jobs, {has}"
     known = known_jobs()
     more = "" if {*DURE_JOBS} & {*known} else f" {names(DURE_JOBS)} come with {INSTALL}."
     hint = nearest(name, (*known, *DURE_JOBS))
