@@ -242,3 +242,13 @@ def test_an_error_rate_is_n_plus_1_of_t_plus_2(rounds):
     vote.start = 0
     agrees = math.log((rounds + 1) / 1)
     assert [float(vote.weight(voter)[0]) for voter in signs] == pytest.approx([agrees, agrees, -agrees], rel=1e-5)
+
+
+def test_an_abstention_is_neither_right_nor_wrong():
+    """The third worker agrees in 4 rounds and abstains in 6: n = 0 and t = 4. The others vote in all 10."""
+    coder, vote = coders(4)["ternary"], LogLikelihood("coordinate", start=1000)
+    for third in [torch.ones(4)] * 4 + [torch.zeros(4)] * 6:
+        vote.settle({0: torch.ones(4), 1: torch.ones(4), 2: third}, coder)
+    vote.start = 0
+    expected = [math.log(11 / 1), math.log(11 / 1), math.log(5 / 1)]
+    assert [float(vote.weight(voter)[0]) for voter in range(3)] == pytest.approx(expected, rel=1e-5)

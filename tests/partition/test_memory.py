@@ -66,6 +66,12 @@ def test_stages_of_two_layers(partition, versions, samples):
     assert uses(partition, 3, vectors=1) == expected
 
 
+def test_each_version_of_a_model_has_a_state_of_the_optimizer():
+    """2 K - 1 versions of two layers, and two vectors of each."""
+    found = uses("multi-version:stages=3", 3, vectors=2)
+    assert [(use.versions, use.optimizer) for use in found] == [(4 * 2 * P, 5 * 2 * 2 * P)] * 3
+
+
 def test_rematerialisation_keeps_inputs_and_one_computation():
     """Three samples in each micro-batch; the first stage's inputs are those of the mini-batch."""
     plain, remat = (uses(f"gpipe:stages=3,micro=4,remat={each}", 3) for each in ("false", "true"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from pathlib import Path
 
 import pytest
@@ -93,3 +94,13 @@ def test_an_actor_that_begins_again_waits_for_the_steps_that_the_replay_s_own_co
     world.run(actor._admitted())
     assert actor._awaited() == 47
     assert actor.sent == 40
+
+
+def test_an_actor_of_a_checkpoint_waits_for_the_steps_that_were_allowed_then():
+    """It pulls before its first insertion, whose answer would say how many."""
+    saved, restored = object.__new__(Actor), object.__new__(Actor)
+    saved.steps, saved.sent, saved.episodes, saved.stored, saved.returns = 50, 49, 3, 49, deque([9.0, 12.0])
+    restored.steps_after, restored.stored, restored.returns = lambda inserts: inserts - 2, 0, deque()
+    restored.restore(saved.state())
+    assert restored._awaited() == 47
+    assert (restored.steps, restored.sent, restored.episodes, restored.returns) == (50, 49, 3, deque([9.0, 12.0]))

@@ -56,6 +56,13 @@ def test_the_busiest_card_may_be_that_of_a_host() -> None:
     assert found["bytes"] == pytest.approx(4 * (2 + 4 * 5 / 4) * NUMEL)
 
 
+def test_a_step_has_its_share_of_what_happens_every_few_steps() -> None:
+    each, fourth = (summary(f"averaging:period={period} fp16")["payoff"] for period in (1, 4))
+    for name in ("coding", "bytes", "bytes_fp32"):
+        assert fourth[name] == pytest.approx(each[name] / 4), name
+    assert fourth["break_even"] == pytest.approx(each["break_even"])
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy", ["bsp collective 1bit", "bsp ps:shards=2 fp16"])
 def test_a_run_on_either_side_of_break_even_is_faster_or_slower(strategy: str) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support.purposes import soaked
 from support.real_runs import Killer, Notes, Trial, configured
-from support.runs import virtual
+from support.runs import resolved, virtual
 from support.stage_jobs import job_text
 from support.wording import raising
 
@@ -223,3 +223,12 @@ def test_without_a_checkpoint_yet_the_run_ends(tmp_path, fork_server):
 
     with raising(DureError, "server 1"):
         trial.run(act, fork_server=fork_server)
+
+
+def test_the_pause_before_a_restart_doubles_each_time(tmp_path):
+    (tmp_path / "LATEST").touch()
+    options = {"workers": 2, "checkpoint_every": 10, "out": tmp_path}
+    setup, _ = resolved("quadratic", "bsp ps:shards=2", on="local", **options)
+    policy = restart_policy.RestartPolicy(setup, tmp_path)
+    pauses = [policy.together(["server 1"], []) for _ in range(restart_policy.LIMIT + 1)]
+    assert pauses == [0.05, 0.1, 0.2, 0.4, 0.8, None]

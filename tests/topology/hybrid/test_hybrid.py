@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from oracles.test_resume import check_every_stop
+from oracles.test_resume import both, check_every_stop
 from support import row_jobs
 from support.nodes import World
 from support.row_jobs import ROWS, WIDTH, bags, rows_of
@@ -92,6 +92,13 @@ def test_on_processes_it_is_the_same(strategy, fork_server):
 def test_a_run_goes_on_bit_for_bit(tmp_path: Path):
     cluster = Cluster.uniform(3)
     check_every_stop(f"{FILE}:bags", tmp_path, cluster, strategy="bsp hybrid:shards=2", optimizer="adagrad", steps=18)
+
+
+def test_checkpoints_change_nothing(tmp_path: Path):
+    """All parts of a virtual run begin anew at a checkpoint, so each of them needs the squares that its tables had."""
+    options = {"strategy": "bsp hybrid:shards=2", "on": Cluster.uniform(3), "optimizer": "adagrad", "steps": 8}
+    without, with_them = both(tmp_path, f"{FILE}:bags", **options)
+    assert with_them["params_sha256"] == without["params_sha256"]
 
 
 # ---- bytes
