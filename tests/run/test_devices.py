@@ -1,5 +1,8 @@
 """What `--device` names, dealt out to the workers of machines with other devices than this one has."""
 
+import socket
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 from support.wording import raising
 
@@ -7,7 +10,9 @@ from dure.errors import UsageError
 from dure.run import devices
 from dure.run.config import TrainConfig
 from dure.run.devices import check_alike, check_form, check_use, dealt, described, devices_of, in_summary, notice
+from dure.run.launchers import torchrun
 from dure.run.resolve import rebuild, resolve
+from dure.runtime.launch.rendezvous import RankEnvironment, Rendezvous
 
 
 @pytest.fixture
@@ -42,6 +47,30 @@ def test_a_run_under_torchrun_takes_the_device_of_its_rank(machine, monkeypatch)
         monkeypatch.setenv(name, value)
     config = TrainConfig(job="quadratic", on="torchrun", workers=6, device="auto")
     assert resolve(config)[0].for_worker(4).device == "cuda:1"
+
+
+def met(topology, device, monkeypatch):
+    """The devices that rank 0 finds in a rendezvous with a rank 1 on the CPU of another machine."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    environment = {"RANK": 1, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_RANK": 0}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    setup = resolve(TrainConfig(job="quadratic", topology=topology, on="torchrun", workers=2, device=device))[0]
+    with ThreadPoolExecutor(2) as pool:
+        here, there = pool.map(lambda rank: Rendezvous(RankEnvironment(rank, 2, "127.0.0.1"), "test"), (0, 1))
+    there.put("device 1", ["cpu", "b"])
+    return torchrun._devices(here, setup)
+
+
+def test_rank_0_learns_the_devices_of_the_other_ranks(machine, monkeypatch, caplog):
+    machine("cuda", 2)
+    assert met("ps", "auto", monkeypatch) == ["cuda:0", "cpu"]
+    assert f"found cpu and cuda: 2 workers on cuda:0 of {socket.gethostname()}, the CPU." in caplog.text
+    with raising(UsageError, "rank 1"):
+        met("collective", "cuda", monkeypatch)
+    assert met("collective", None, monkeypatch) == ["cpu", "cpu"]
 
 
 def test_each_worker_of_this_machine_has_its_device_and_shares_the_data(machine):

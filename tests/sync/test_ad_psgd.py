@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ import dure
 from dure.core.mixing import pairwise_mixing
 from dure.errors import StrategyError, UsageError
 from dure.run.config import TrainConfig
+from dure.run.process import FaultSettings
 from dure.run.strategy import Strategy
 from dure.runtime.virtual.cluster import Cluster, Event, Link, Machines
 from dure.runtime.virtual.compute import Constant, LogNormal, ShiftedExponential, Trace
@@ -93,6 +95,17 @@ def test_on_processes_too(fork_server):
     assert float(run.params) == pytest.approx(1.0 + 0.25 * 300 * sum(gossip_jobs.PUSHES) / 3, rel=1e-12)
     sent = [counted["bytes_sent"] for counted in run.outcome.totals.per_worker.values()]
     assert sum(sent) > 0, "on a busy machine one worker may finish before another has begun, but not each in its turn"
+
+
+def test_a_worker_that_the_checkpoint_lacks_is_resumed_as_a_copy_of_its_neighbor(fork_server, tmp_path):
+    config = TrainConfig(
+        job=f"{gossip_jobs.__file__}:linear", strategy="ad-psgd gossip:graph=complete", workers=2, steps=150,
+        checkpoint_every=100, on="local", out=tmp_path,
+    )  # fmt: skip
+    Trial(config, FaultSettings(absent=(1,))).run(fork_server=fork_server)
+    outcome = Trial(replace(config, steps=300, resume=tmp_path)).run(fork_server=fork_server)
+    assert [outcome.totals.per_worker[f"worker {rank}"]["steps"] for rank in range(2)] == [300, 200]
+    assert float(outcome.params) == pytest.approx(1.0 + 0.25 * (100 * 8.0 + 200 * (8.0 - 2.0) / 2), rel=1e-12)
 
 
 @pytest.mark.long

@@ -49,7 +49,7 @@ def _fault(model: type[BaseModel], detail: ErrorDetails) -> FieldError:
     if kind == "value_error":
         return FieldError(place, str(inner).rstrip("."))
     if kind == "extra_forbidden":
-        return FieldError(place[:-1], _unknown(model, str(place[-1])))
+        return FieldError((), _unknown(model, str(place[-1])))
     if kind == "missing":
         return FieldError(place, "is required and not there")
     if kind == "union_tag_invalid":
