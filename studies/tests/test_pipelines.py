@@ -62,4 +62,4 @@ def test_stages_that_a_method_cannot_have_are_left_out_of_the_distances():
 @pytest.mark.parametrize(("flag", "wrong"), [("--stages", "two"), ("--stages", "0"), ("--rates", "0.1;0.2")])
 def test_numbers_that_are_none_are_refused(flag, wrong, capsys):
     assert main(["reproduce", "pipelines", flag, wrong]) != 0
-    assert "are positive numbers with commas between" in capsys.readouterr().err
+    assert "numbers with commas between, got" in capsys.readouterr().err
