@@ -273,6 +273,48 @@ def test_a_closed_pipe_is_no_error():
     assert "Traceback" not in done.stderr
 
 
+FULL = "dure: standard output cannot be written (No space left on device).\n"
+QUADRATIC = "train quadratic --on virtual --workers 2 --steps 4"
+
+
+@pytest.mark.parametrize(
+    ("command", "status", "said"),
+    [
+        ("--version >/dev/full", 1, FULL),
+        pytest.param("train --help >/dev/full", 1, FULL, marks=pytest.mark.long),
+        pytest.param("methods ssp >/dev/full", 1, FULL, marks=pytest.mark.long),
+        pytest.param("methods --json >/dev/full", 1, FULL, marks=pytest.mark.long),
+        ("train quadratic --stesp 4 2>/dev/full", 2, ""),
+        ("methods ssp --json <&- >&- 2>&-", 0, ""),
+        pytest.param(f"{QUADRATIC} --json >/dev/full", 1, FULL, marks=pytest.mark.long),
+        pytest.param(f"{QUADRATIC} --json 2>/dev/full", 0, '"job": "quadratic"', marks=pytest.mark.long),
+        pytest.param(
+            f"{QUADRATIC} --out run <&- >&- 2>&- && cat run/summary.json", 0, '"loss"', marks=pytest.mark.long
+        ),
+        pytest.param(
+            f"{QUADRATIC} --on local --out run <&- >&- 2>&- && cat run/summary.json",
+            0,
+            '"loss"',
+            marks=pytest.mark.long,
+        ),
+    ],
+)
+def test_a_stream_that_is_closed_or_full_ends_no_run(command, status, said, tmp_path):
+    line = f"{sys.executable} -m dure {command}"
+    done = subprocess.run(
+        line, shell=True, capture_output=True, text=True, timeout=100, cwd=tmp_path, env=environment(COLUMNS="60")
+    )
+    assert done.returncode == status, done.stderr
+    assert said in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_character_that_the_encoding_of_standard_output_lacks_is_written_as_its_number():
+    done = dure("methods", "averaging", PYTHONIOENCODING="ascii")
+    assert done.returncode == 0, done.stderr
+    assert "\\u03c4" in done.stdout
+
+
 def assert_runs(program):
     """What a Python program of its own prints."""
     done = subprocess.run(

@@ -36,7 +36,7 @@ from dure.planner.options import PlanOptions
 from dure.run.config import CompareConfig, Count, Options, TrainConfig, Workers, checked, goal
 from dure.run.places import DEFAULT, has_early_fork_server, is_started_outside
 from dure.runtime.launch.interruption import Interrupted, Interruption
-from dure.runtime.launch.relay import STDERR, STDOUT, flush
+from dure.runtime.launch.relay import STDERR, STDOUT, flush, ready_streams
 
 if TYPE_CHECKING:
     from dure.report.run import Run
@@ -402,12 +402,14 @@ COMMANDS: Mapping[str, type[Command]] = {kind.__name__.lower(): kind for kind in
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command in `arguments` (those of this process if None), and return its exit status."""
     given, arguments = arguments, sys.argv[1:] if arguments is None else arguments
-    if list(arguments) == ["--version"]:
-        print(__version__)  # noqa: T201
-        return 0
+    if given is None:
+        ready_streams()
     interruption = Interruption()
     command: Command | None = None
     try:
+        if list(arguments) == ["--version"]:
+            _write(sys.stdout, f"{__version__}\n")
+            return 0
         with interruption.heard():
             command = parse(arguments, os.environ)
             with _results(for_good=given is None) as out:
@@ -449,21 +451,39 @@ def _results(*, for_good: bool) -> Iterator[TextIO]:
         flush()
         if not for_good:
             os.dup2(before, STDOUT)
-        with suppress(BrokenPipeError):  # already raised by the write
+        with suppress(OSError):  # already raised by the write
             out.close() if standard else os.close(before)
 
 
 def _tell(done: CommandResult, out: TextIO, *, as_json: bool) -> None:
     """Show a result to people, and with `as_json` write its JSON to `out`."""
-    for each in done.shown:
-        _show(each, sys.stderr if as_json else out)
+    with _refused_writes():
+        for each in done.shown:
+            _show(each, sys.stderr if as_json else out)
+        out.flush()
     if done.said:
         _say(done.said)
     if as_json:
         from dure.report.files import to_json
 
-        out.write(f"{to_json(done.values)}\n")
-    out.flush()
+        _write(out, f"{to_json(done.values)}\n")
+
+
+def _write(stream: TextIO, text: str) -> None:
+    with _refused_writes():
+        stream.write(text)
+        stream.flush()
+
+
+@contextmanager
+def _refused_writes() -> Iterator[None]:
+    """Within the context, raise `DureError` where standard output cannot be written, as on a full disk."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise DureError(f"standard output cannot be written ({error.strerror or error}).") from error
 
 
 def _interrupted(number: int, command: Command | None) -> int:
@@ -493,7 +513,7 @@ def parse(arguments: Sequence[str], environ: Mapping[str, str]) -> Command:
     """Parse the command in `arguments`, over file and environment. Wrong flags end the process with status 2."""
     name = arguments[0] if arguments else ""
     if {"-h", "--help"} & {*arguments}:
-        sys.stdout.write(f"example: {COMMANDS.get(name, Train).example}\n\n")
+        _write(sys.stdout, f"example: {COMMANDS.get(name, Train).example}\n\n")
     reproduce = with_flags(Reproduce, arguments[1:]) if name == "reproduce" else Reproduce
     if name in COMMANDS:
         _check_numbers(reproduce if name == "reproduce" else COMMANDS[name], arguments[1:])

@@ -132,7 +132,9 @@ def ending(values: dict[str, Any]) -> str:
     lines = [""]
     rest = len(values["rows"]) - SHOWN
     if rest > 0:
-        lines.append(f"{rest} more strategies were timed, and {len(values['refused'])} do not work here: --json.")
+        lines.append(
+            f"{rest} more strategies were timed, and {len(values['refused'])} do not work here; --json lists them."
+        )
     if values["answer"]["would_change"]:
         lines += ["What would change the answer:", *(f"  {each}" for each in values["answer"]["would_change"])]
     lines.append(

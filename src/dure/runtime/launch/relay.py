@@ -9,12 +9,14 @@ library use other descriptors.
 from __future__ import annotations
 
 import ctypes
+import io
 import os
 import re
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
+from typing import Any
 
 from dure.core.text import printable, sentence
 
@@ -72,6 +74,38 @@ def write_all(target: int, content: bytes) -> None:
     """Write all of `content` to a descriptor that blocks."""
     while content:
         content = content[os.write(target, content) :]
+
+
+class _Lossy(io.FileIO):
+    """A descriptor that loses output for which a disk has no room."""
+
+    def write(self, content: Any) -> int:
+        try:
+            return super().write(content)
+        except BrokenPipeError:
+            raise
+        except OSError:
+            return len(content)
+
+
+def ready_streams() -> None:
+    """Prepare the standard streams of a command, so that they end no run.
+
+    A closed stream becomes /dev/null, else a file or a socket of the run would get its number. Standard error loses
+    what cannot be written. A character that the encoding lacks is written as its number.
+    """
+    for number, name in ((STDIN, "stdin"), (STDOUT, "stdout"), (STDERR, "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # takes the lowest free number, which is this
+            stream = open(number, "w" if number else "r", encoding="utf-8", closefd=False)  # noqa: SIM115
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    raw = io.BufferedWriter(_Lossy(STDERR, "w", closefd=False))
+    sys.stderr = io.TextIOWrapper(raw, sys.stderr.encoding, "backslashreplace", line_buffering=True)
 
 
 def flush() -> None:
