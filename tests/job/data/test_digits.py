@@ -1,6 +1,10 @@
 import hashlib
 from importlib import resources
 
+import pytest
+
+from dure.errors import DataError
+from dure.job.data import digits
 from dure.job.data.digits import load_digits, published
 
 PUBLISHED = "f6d9e39f37dc45d327f6db33428ee58970ccceabb2535a5c179de35886b70443"
@@ -19,6 +23,19 @@ def test_the_bundled_images_are_those_of_scikit_learn():
     images, labels = published()
     assert (images.shape, images.min(), images.max(), labels.max()) == ((1797, 64), 0, 16, 9)
     assert hashlib.sha256(images.tobytes() + labels.tobytes()).hexdigest() == PUBLISHED
+
+
+@pytest.mark.parametrize("part", ["missing", "empty", "half", "changed"])
+def test_a_damaged_file_is_named_with_its_remedy(part, tmp_path, monkeypatch):
+    whole = (resources.files("dure.job.data") / "digits.npz").read_bytes()
+    middle = len(whole) // 2
+    parts = {"empty": b"", "half": whole[:middle], "changed": whole[:middle] + bytes(8) + whole[middle + 8 :]}
+    if part in parts:
+        (tmp_path / "damaged.npz").write_bytes(parts[part])
+    monkeypatch.setattr(digits, "FILE", str(tmp_path / "damaged.npz"))
+    with pytest.raises(DataError) as caught:
+        published()
+    assert "damaged.npz, a part of dure, is missing or damaged (" in str(caught.value)
 
 
 def test_the_split_and_the_scaling_are_fixed():

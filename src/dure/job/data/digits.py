@@ -7,12 +7,16 @@ Alpaydin & Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Lear
 from __future__ import annotations
 
 from importlib import resources
+from zipfile import BadZipFile
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from dure.errors import DataError
 from dure.job.data.dataset import Data, Loaded
+
+FILE = "digits.npz"
 
 TRAIN_SAMPLES = 1437
 
@@ -35,7 +39,13 @@ def load_digits() -> Loaded:
 
 
 def published() -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
-    """The 1,797 images as rows of 64 pixels from 0 to 16, and their labels: `sklearn.datasets.load_digits`."""
-    file = resources.files("dure.job.data") / "digits.npz"
-    with file.open("rb") as opened, np.load(opened, allow_pickle=False) as arrays:
-        return arrays["images"].astype(np.float64), arrays["labels"].astype(np.int64)
+    """The 1,797 images as rows of 64 pixels from 0 to 16, and their labels: `sklearn.datasets.load_digits`.
+
+    Raises `DataError` if the file is missing or damaged.
+    """
+    file = resources.files("dure.job.data") / FILE
+    try:
+        with file.open("rb") as opened, np.load(opened, allow_pickle=False) as arrays:
+            return arrays["images"].astype(np.float64), arrays["labels"].astype(np.int64)
+    except (OSError, EOFError, KeyError, ValueError, BadZipFile) as error:
+        raise DataError(f"{file}, a part of dure, is missing or damaged ({error}). Install dure again.") from error
