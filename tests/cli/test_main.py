@@ -266,6 +266,7 @@ def test_a_report_of_nothing_says_so(tmp_path):
     assert "run" in refused("report", str(tmp_path))
 
 
+@pytest.mark.long
 def test_a_closed_pipe_is_no_error():
     command = f"{sys.executable} -m dure methods --json | true"
     done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60, env=environment())
@@ -285,7 +286,8 @@ QUADRATIC = "train quadratic --on virtual --workers 2 --steps 4"
         pytest.param("methods ssp >/dev/full", 1, FULL, marks=pytest.mark.long),
         pytest.param("methods --json >/dev/full", 1, FULL, marks=pytest.mark.long),
         ("train quadratic --stesp 4 2>/dev/full", 2, ""),
-        ("methods ssp --json <&- >&- 2>&-", 0, ""),
+        ("--version <&- >&- 2>&-", 0, ""),
+        pytest.param("methods ssp --json <&- >&- 2>&-", 0, "", marks=pytest.mark.long),
         pytest.param(f"{QUADRATIC} --json >/dev/full", 1, FULL, marks=pytest.mark.long),
         pytest.param(f"{QUADRATIC} --json 2>/dev/full", 0, '"job": "quadratic"', marks=pytest.mark.long),
         pytest.param(
@@ -309,6 +311,7 @@ def test_a_stream_that_is_closed_or_full_ends_no_run(command, status, said, tmp_
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.long
 def test_a_character_that_the_encoding_of_standard_output_lacks_is_written_as_its_number():
     done = dure("methods", "averaging", PYTHONIOENCODING="ascii")
     assert done.returncode == 0, done.stderr
