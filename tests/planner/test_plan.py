@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 
 import pytest
 import torch
@@ -172,7 +173,7 @@ def shown(values):
     """The ranks and strategies of the table."""
     out = io.StringIO()
     Console(file=out, width=200).print(table(values))
-    lines = [line.split() for line in out.getvalue().splitlines()[1:]]
+    lines = [re.split(r"\s{2,}", line.strip()) for line in out.getvalue().splitlines()[1:]]
     return [(int(rank), strategy) for rank, strategy, *_ in lines]
 
 
