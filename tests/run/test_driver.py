@@ -272,9 +272,9 @@ def family(process, size):
 @pytest.mark.parametrize(
     ("number", "strategy", "size", "status", "last"),
     [
-        (signal.SIGTERM, ("--sync", "bsp"), 3, 143, ["dure: terminated"]),
-        (signal.SIGINT, ("--sync", "ssp"), 4, 130, ["dure: interrupted"]),
-        (signal.SIGKILL, ("--sync", "ssp", "--topology", "ps:shards=2"), 5, -9, []),
+        (signal.SIGTERM, ("--sync", "bsp"), 3, 143, "dure: terminated"),
+        (signal.SIGINT, ("--sync", "ssp"), 4, 130, "dure: interrupted"),
+        (signal.SIGKILL, ("--sync", "ssp", "--topology", "ps:shards=2"), 5, -9, None),
     ],
 )
 def test_no_end_of_the_launcher_leaves_processes_behind(number, strategy, size, status, last):
@@ -287,7 +287,7 @@ def test_no_end_of_the_launcher_leaves_processes_behind(number, strategy, size, 
     assert gone_within(processes, 5), f"{number.name} left somebody behind"
     assert time.monotonic() - started < 8
     assert process.returncode == status
-    assert said.splitlines()[-1:] == last
+    assert last is None or said.splitlines()[-1] == last  # a server may say that the launcher is gone
     assert "Traceback" not in said
 
 
