@@ -33,6 +33,14 @@ def test_the_text_of_a_job_has_the_options_that_are_given():
     assert (options.config().sync, options.config().workers) == ("downpour", 3)
 
 
+def test_zero_is_a_value():
+    zeros = dict.fromkeys(("alpha", "samples_per_insert", "gamma"), 0.0)
+    options = RlOptions(**zeros, steps=1, lr=0.0, grace=0.0, seed=0)
+    assert options.job() == "apex:env=CartPole-v1,alpha=0,samples_per_insert=0,gamma=0"
+    config = options.config()
+    assert (config.lr, config.grace, config.seed) == (0.0, 0.0, 0)
+
+
 @pytest.mark.parametrize(
     ("options", "seconds", "frames"),
     [

@@ -192,6 +192,16 @@ def test_a_resumed_run_refuses_what_the_whole_one_does(strategy, tmp_path):
         assert again.summary()[name] == whole.summary()[name]
 
 
+def test_a_resumed_run_counts_what_was_refused_of_a_worker_that_had_ended(tmp_path):
+    options = {"steps": 12, "checkpoint_every": 4}  # worker 1 is quarantined before the first checkpoint
+    whole = virtual("one_worker_of_nan", "downpour ps", **options, out=tmp_path / "whole").summary()
+    virtual("one_worker_of_nan", "downpour ps", **options | {"steps": 8}, out=tmp_path / "part")
+    again = dure.train(f"{JOBS}:one_worker_of_nan", resume=tmp_path / "part", on="virtual", steps=12).summary()
+    assert (whole["updates_applied"], whole["updates_refused"]) == (12, 3)
+    for name in ("params_sha256", "updates_refused", "updates_applied", "unfinished", "deaths", "failures_survived"):
+        assert again[name] == whole[name]
+
+
 def test_a_void_step_moves_no_momentum():
     """A worker whose only gradient of three is NaN: the model of two steps, momentum and all."""
     options = {"workers": 1, "steps": 120, "optimizer": "momentum:momentum=0.9"}

@@ -69,6 +69,23 @@ def test_sorted_labels_are_all_there() -> None:
     assert min(seen.count(label) for label in range(10)) > 60
 
 
+@pytest.mark.parametrize("batch_size", [6, 48, 1024, 1500])
+@pytest.mark.parametrize("needs_gradients", [False, True])
+def test_a_loss_of_whole_mini_batches_leaves_out_the_samples_behind_the_last(
+    batch_size: int, needs_gradients: bool
+) -> None:
+    """Neither BATCH nor the number of samples is a multiple of most of the sizes."""
+
+    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        if needs_gradients:
+            torch.autograd.grad(outputs.sum(), outputs)
+        return outputs.view(-1, batch_size).mean()
+
+    job = replace(numbered(test=True), loss=loss, batch_size=batch_size)
+    whole = TOTAL // batch_size * batch_size
+    assert mean_number(job) == pytest.approx(whole / 2 - 0.5, rel=1e-4)
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("on", ["virtual", "local"])
 @pytest.mark.parametrize("samples", [None, 10])

@@ -48,6 +48,17 @@ def stumbles():
 """
 
 
+LATE_FILE = """
+import torch
+from dure import Data, Job
+
+def late() -> Job:
+    from late_neighbor import rows
+    data = Data(torch.zeros(rows, 5), torch.zeros(rows, 2))
+    return Job(lambda: torch.nn.Linear(5, 2), torch.nn.functional.mse_loss, data)
+"""
+
+
 @pytest.fixture
 def job_file(tmp_path: Path) -> Path:
     (tmp_path / "beside.py").write_text("width = 5\n")
@@ -181,6 +192,12 @@ def test_a_job_from_a_file_may_import_its_neighbors(job_file: Path) -> None:
     assert len(job.train) == 8
     assert job.split == Replicated()
     assert next(job.build().parameters()).shape == (2, 5)
+
+
+def test_a_job_from_a_file_may_import_its_neighbors_when_it_is_called(tmp_path: Path) -> None:
+    (tmp_path / "late_neighbor.py").write_text("rows = 7\n")
+    (tmp_path / "late.py").write_text(LATE_FILE)
+    assert len(load_job(f"{tmp_path}/late.py:late").train) == 7
 
 
 def test_a_job_from_a_file_is_given_the_data_root(job_file: Path, tmp_path: Path) -> None:

@@ -157,6 +157,10 @@ def broken():
 
 def wrong():
     return 3
+
+def late():
+    from pieces import LIMIT
+    return gymnasium.make("CartPole-v1", max_episode_steps=LIMIT)
 """
 
 
@@ -165,11 +169,13 @@ def file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "lab.py").write_text(OF_USER)
     (tmp_path / "parts.py").write_text("LIMIT = 5\n")
+    (tmp_path / "pieces.py").write_text("LIMIT = 5\n")
     return "lab.py"
 
 
-def test_functions_of_a_file(file):
-    environments = Environments(environment(f"{file}:mine"), 1, 0)
+@pytest.mark.parametrize("name", ["mine", "late"])
+def test_functions_of_a_file(file, name):
+    environments = Environments(environment(f"{file}:{name}"), 1, 0)
     steps = [environments.step(np.array([k % 2])) for k in range(5)]
     assert [bool(step.truncated[0]) for step in steps] == [False] * 4 + [True]
 

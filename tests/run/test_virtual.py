@@ -229,6 +229,23 @@ def test_a_crash_with_bytes_on_their_way(strategy):
     assert run.summary["failures_survived"] == 2
 
 
+def test_a_push_under_way_is_lost_with_its_sender_and_frees_the_card_of_the_server():
+    """Two pushes share the card of the server from 0.01 s on. After the crash the other one has all of it."""
+
+    def pushed(count: int, *events: Event) -> Any:
+        kind = Machines(count=count, compute=Constant(seconds=0.01))
+        cluster = Cluster(machines=(kind,), link=Link(bandwidth=1e5, latency=0.0), events=events)
+        return virtual("digits-mlp", "downpour ps", cluster, steps=1)
+
+    alone = pushed(1)
+    early, late = (pushed(2, Event(at=at, kind="crash", worker=1)) for at in (0.11, 0.31))
+    assert late.seconds - early.seconds == pytest.approx((0.31 - 0.11) / 2)
+    assert early.seconds - alone.seconds == pytest.approx((0.11 - 0.01) / 2, abs=0.005)  # the clock's messages, too
+    for run in (early, late):
+        for name in ("updates_applied", "bytes_sent", "bytes_received"):
+            assert run.summary[name] == alone.summary[name]
+
+
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("strategy", OVER_SERVERS)
 @pytest.mark.parametrize("back", [0.11, 0.2])

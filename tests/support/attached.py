@@ -520,6 +520,20 @@ def case_other_fails():
     return replica.clock
 
 
+def case_quorum_of_the_living():
+    """Rank 1 gives up: rank 0 alone is the quorum, and goes on to its end."""
+    module = model(RANK)
+    replica = attach(module, torch.optim.SGD(module.parameters(), lr=0.1), "k-sync:k=2")
+    for step, batch in enumerate(mine(6)):
+        if step == 2 and RANK == 1:
+            replica.__exit__(OverflowError, OverflowError("out of luck"), None)
+            return None
+        loss_of(module, batch).backward()
+        replica.step()
+    replica.close()
+    return replica.clock
+
+
 def images(memory_format=torch.channels_last):
     """A network for the digits as images, in a memory format."""
     torch.manual_seed(0)

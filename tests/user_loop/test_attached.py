@@ -307,6 +307,10 @@ def test_an_error_at_one_rank_is_heard_at_the_other(ranks):
         assert ranks[1]["one_fails"][strategy][0] == "OverflowError"
 
 
+def test_a_rank_that_fails_does_not_count_as_one_that_has_finished(ranks):
+    assert [rank["quorum_of_the_living"] for rank in ranks] == [6, None]
+
+
 @pytest.mark.long
 def test_a_server_that_is_gone_is_an_error_and_a_worker_is_not(ranks):
     kind, message, seconds = ranks[1]["owner_fails"]

@@ -334,6 +334,25 @@ def test_a_server_refuses_what_would_spoil_it(version, row_numbers, values, said
     assert server.refused == 1
 
 
+@pytest.mark.parametrize("place", ["whole", "rows"])
+def test_a_server_refuses_a_gradient_that_is_not_finite_wherever_it_is(place):
+    world = World()
+    server = shard(world)
+    server.node.serve("shard", server)
+    before = server.values.clone()
+    update = {"whole": torch.ones(2), "numbers": numbers(1), "rows": torch.ones(2)}
+    update[place][1] = math.nan
+
+    async def push() -> None:
+        call = world.node("worker 0").call
+        await call(Address("server 0", "shard"), "push", *update.values(), worker=0, version=0, lr=None)
+
+    with raising(Refused, "worker 0 is not finite"):
+        world.run(push())
+    assert (server.refused, server.version) == (1, 0)
+    assert torch.equal(server.values, before)
+
+
 # ---- what is refused
 
 
