@@ -52,10 +52,14 @@ LATE_FILE = """
 import torch
 from dure import Data, Job
 
+def network():
+    from later_neighbor import width
+    return torch.nn.Linear(width, 2)
+
 def late() -> Job:
     from late_neighbor import rows
     data = Data(torch.zeros(rows, 5), torch.zeros(rows, 2))
-    return Job(lambda: torch.nn.Linear(5, 2), torch.nn.functional.mse_loss, data)
+    return Job(network, torch.nn.functional.mse_loss, data)
 """
 
 
@@ -196,8 +200,11 @@ def test_a_job_from_a_file_may_import_its_neighbors(job_file: Path) -> None:
 
 def test_a_job_from_a_file_may_import_its_neighbors_when_it_is_called(tmp_path: Path) -> None:
     (tmp_path / "late_neighbor.py").write_text("rows = 7\n")
+    (tmp_path / "later_neighbor.py").write_text("width = 5\n")
     (tmp_path / "late.py").write_text(LATE_FILE)
-    assert len(load_job(f"{tmp_path}/late.py:late").train) == 7
+    job = load_job(f"{tmp_path}/late.py:late")
+    assert len(job.train) == 7
+    assert next(job.build().parameters()).shape == (2, 5)
 
 
 def test_a_job_from_a_file_is_given_the_data_root(job_file: Path, tmp_path: Path) -> None:

@@ -85,3 +85,12 @@ def test_a_batch_above_the_largest_sample_is_refused():
 def test_the_actors_of_the_highest_ranks_join_late():
     nodes = jobs.apex(env="CartPole-v1", actors=4, late=2, late_seconds=3.0).companions.nodes(1)
     assert [node.joins_after for node in nodes] == [0, 0, 3, 3, 0]
+
+
+def test_a_network_of_a_file_may_import_its_neighbors_when_it_is_called(tmp_path):
+    (tmp_path / "widths_of_nets.py").write_text("width = 4\n")
+    (tmp_path / "nets.py").write_text(
+        "import torch\n\ndef net():\n    from widths_of_nets import width\n    return torch.nn.Linear(width, 2)\n"
+    )
+    job = jobs.apex(env="CartPole-v1", network=f"{tmp_path}/nets.py:net")
+    assert next(job.model().parameters()).shape == (2, 4)

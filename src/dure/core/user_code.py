@@ -11,14 +11,18 @@ import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
 from types import ModuleType
+from typing import Any, TypeVar
 
 from dure.core import text as messages
 from dure.core.regular_file import is_regular
 from dure.errors import DureError, UsageError
+
+T = TypeVar("T")
 
 _FILES: dict[str, str] = {}
 """The file, as the user wrote it, of each module that was loaded from a file."""
@@ -101,6 +105,17 @@ def imports_beside(path: Path) -> Iterator[None]:
     finally:
         if folder in sys.path:
             sys.path.remove(folder)
+
+
+def beside(file: str, function: Callable[..., T]) -> Callable[..., T]:
+    """`function` of a file, which can import modules of the file's folder also when it is called later."""
+
+    @wraps(function, updated=())
+    def called(*given: Any, **named: Any) -> T:
+        with imports_beside(Path(file)):
+            return function(*given, **named)
+
+    return called
 
 
 def kind(file: str, name: str) -> type:

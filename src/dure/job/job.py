@@ -215,6 +215,8 @@ def load_job(name_or_path: str, data_root: Path | str | None = None, **overrides
         raise UsageError(f"{name} must return a dure.Job, it returned {type(job).__name__}.")
     job = _override(job, given)
     job.name = job.name or function_name or name
+    if file:
+        job.model = user_code.beside(file, job.model)
     return job
 
 

@@ -124,9 +124,9 @@ def _network(text: str) -> Callable[[], nn.Module]:
     """The function that `text` names, FILE.py:FUNCTION. Raises `UsageError` where there is none."""
     named = user_code.split(as_name(text))
     function = None if named is None else getattr(user_code.run(named[0]), named[1], None)
-    if not callable(function):
+    if named is None or not callable(function):
         raise UsageError(f"network={text!r} names no function. Write FILE.py:FUNCTION, which returns the module.")
-    return function  # type: ignore[no-any-return]
+    return user_code.beside(named[0], function)
 
 
 def _function(preset: Preset) -> Callable[..., Job]:
