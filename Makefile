@@ -15,7 +15,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 PROCESSES ?= $(shell test "$$(env -u OMP_NUM_THREADS nproc 2>/dev/null || echo 1)" -gt 1 && echo 2 || echo 0)
 
-.PHONY: setup test all soak quick lint format demo bench bench-model accelerator test-gpu clean
+.PHONY: setup test beside-lint all soak quick lint format demo bench bench-model accelerator test-gpu clean
 
 setup: $(STAMP)
 
@@ -36,9 +36,13 @@ lint: setup
 SHARED = $(BIN)/pytest -n $(PROCESSES) --dist loadgroup --max-worker-restart 0
 # what measures seconds of its own runs alone, after the rest; the other files need not be collected again
 ALONE = $(shell grep -rl 'mark\.alone' tests jobs/tests studies/tests)
-test: lint
-	$(SHARED) -m "not alone and not soak and not long"
+test: setup
+	$(MAKE) --no-print-directory -j 2 lint beside-lint
 	$(BIN)/pytest -m "alone and not soak and not long" $(ALONE)
+
+# mypy takes one core for most of a minute
+beside-lint: setup
+	$(SHARED) -m "not alone and not soak and not long"
 
 all: lint
 	$(SHARED) -m "not alone and not soak"

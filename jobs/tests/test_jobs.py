@@ -83,7 +83,7 @@ def test_the_text_job_refuses_what_has_no_width(setting: str, tmp_path: Path) ->
         load_job("embedding-text", data_root=tmp_path, **{setting: 0})
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("on", "strategy"),
     [("virtual", "bsp collective"), ("virtual", "bsp ps"), ("virtual", "downpour"), ("local", "bsp collective")],

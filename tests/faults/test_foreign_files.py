@@ -65,7 +65,7 @@ def test_a_record_that_is_none_is_named(runs, name, content, capsys):
     assert str(runs / "virtual" / name) in said(1, ["report", runs / "virtual", "--out", runs / "r.html"], capsys)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", ["summary.json", "history.jsonl"])
 @pytest.mark.parametrize("kind", ["pipe", "folder"])

@@ -226,7 +226,7 @@ def test_all_forged_actions_are_refused_and_hear_nothing_of_the_run(runs):
     assert driver.node.wire.damaged + driver.node.wire.refused >= 2 * 4
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 @needs_root
 def test_an_attacked_run_has_the_result_of_an_undisturbed_one(runs):
     calm, attacked = (each.outcome for each in runs)

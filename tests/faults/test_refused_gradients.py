@@ -106,6 +106,7 @@ def test_one_nan_is_refused_in_virtual_time(strategy):
     assert math.isfinite(summary["loss"])
 
 
+@pytest.mark.long
 def test_an_evaluation_of_nan_ends_the_run(fork_server):
     words = r"the loss of the evaluation at step \d+ is nan: the training diverged"
     with pytest.raises(DivergedError, match=words):

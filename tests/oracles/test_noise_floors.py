@@ -81,7 +81,7 @@ def test_asynchronous_is_faster_at_first_and_synchronous_comes_nearer():
     assert settled(asynchronous) > 4 * settled(sync)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 @pytest.mark.parametrize("form", ["snapshot", "rmw"])
 def test_the_floor_of_bounded_staleness_grows_with_the_bound(form):
     """K updates on one snapshot are one of K times the rate and 1 / K of the variance; a cache gets older."""

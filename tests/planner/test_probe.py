@@ -472,6 +472,7 @@ def test_an_error_in_the_middle_is_the_one_that_is_told(monkeypatch: pytest.Monk
         probe(load_job("digits-mlp"), workers=1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("slow", [pytest.param(False, marks=pytest.mark.long), True])
 def test_even_where_messages_take_long_there_are_sizes_enough(
     slow: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

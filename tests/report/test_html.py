@@ -215,6 +215,7 @@ def test_a_run_looks_the_same_everywhere_and_like_no_other(made):
     assert given[0].dash != given[12].dash
 
 
+@pytest.mark.long
 def test_the_same_runs_give_the_same_bytes(made):
     runs = [made("bsp"), made("ssp:bound=3", seconds=5)]
     assert page(runs) == page(runs)

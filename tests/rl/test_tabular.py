@@ -117,7 +117,7 @@ def short_lived() -> gymnasium.Env[Any, Any]:
     return Ended(limited())
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 @pytest.mark.parametrize("n_step", [1, 3])
 @pytest.mark.parametrize(
     ("env", "chance"), [(limited, 0.0), (short_lived, 1 / LIMIT)], ids=["a limit of time", "an end of the task"]

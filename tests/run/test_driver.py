@@ -79,6 +79,7 @@ def test_kills_in_the_middle_of_pushes_lose_nothing_and_repeat_nothing(strategy,
     assert outcome.history[-1]["loss"] == 0.0  # the test data are zeros
 
 
+@pytest.mark.long
 def test_bsp_shrinks_when_a_worker_is_killed(run):
     kill = when(lambda trial: trial.driver.steps("worker 1") > 10, lambda trial: trial.kill("worker 1"))
     on = when(lambda trial: kill.happened and trial.driver.steps("worker 0") > 100, lambda trial: None)

@@ -386,6 +386,7 @@ def test_the_machines_are_those_of_a_cluster_file(tmp_path, capsys):
     assert text == emitted("kubernetes", launch([2, 2, 2], sync="bsp", key_file="k", on="torchrun"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "command",
     ["plan digits-mlp", pytest.param("train digits-mlp --strategy auto --key-file k", marks=pytest.mark.soak)],

@@ -132,7 +132,7 @@ def measured(case: Case, job: Job, partition: str) -> tuple[float, int]:
     return summary["seconds"] / STEPS, summary["bytes_sent"] / STEPS
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 def test_steps_of_data_and_tensor_parallel_runs_take_the_seconds_and_bytes_of_their_closed_forms(case, monkeypatch):
     monkeypatch.setitem(transformers.BASE, "layers", case.layers)

@@ -45,6 +45,7 @@ def test_who_waits_for_a_rank_that_has_failed_hears_of_it() -> None:
         rendezvous.get("about 1")
 
 
+@pytest.mark.long
 def test_the_store_of_rank_0_outlives_its_first_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that comes to the second meeting first counts it in the store of the first."""
     with socket.create_server(("127.0.0.1", 0)) as free:
