@@ -48,7 +48,8 @@ class Law:
         return self.strategy
 
 
-POST_LOCAL = Path(__file__).parents[1] / "examples" / "03_post_local.py"
+EXAMPLES = Path(__file__).parents[1] / "examples"
+POST_LOCAL, FLOAT8 = EXAMPLES / "03_post_local.py", EXAMPLES / "08_float8.py"
 
 LAWS = [
     Law("bsp collective", survives=False, stands_for="synchronous, over a collective"),
@@ -108,6 +109,8 @@ LAWS = [
     Law(f"{POST_LOCAL}:PostLocal:switch=10,period=4 collective", survives=False),
     Law("lbfgs:batch=128,push_every=2 ps:shards=2", tensors=True, stands_for="batch methods"),
     Law("bsp collective 1bit", survives=False, tensors=True),
+    Law(f"bsp collective {FLOAT8}:Float8", survives=False, tensors=True),
+    Law(f"downpour ps:shards=2 {FLOAT8}:Float8", tensors=True),
     Law("averaging:period=3 collective 1bit", survives=False, tensors=True, stands_for="codecs, over a collective"),
     Law(
         "bsp collective:algorithm=ring it-sign:start=20,zeros=random",

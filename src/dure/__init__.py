@@ -21,6 +21,8 @@ __version__ = "0.1.0"
 _MEMBERS = (sync.CATALOGUE, sync.REMEDIES, topology.CATALOGUE, codec.CATALOGUE, codec.WRAPPERS, partition.CATALOGUE)
 
 _OTHERS = (
+    "dure.codec.base:Codec",
+    "dure.codec.coder:Coder",
     "dure.core.node:EndOfWork",
     "dure.errors:DureError",
     "dure.job.data.dataset:Data",
@@ -28,7 +30,9 @@ _OTHERS = (
     "dure.job.data.stream:Stream",
     "dure.job.job:Job",
     "dure.job.optimizer:OptimizerSpec",
+    "dure.partition.action:Action",
     "dure.partition.mesh:Mesh",
+    "dure.partition.micro:MicroBatched",
     "dure.partition.shared_layers:SharedLayers",
     "dure.planner.answer:Ranking",
     "dure.planner.auto:train",

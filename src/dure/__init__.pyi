@@ -3,6 +3,8 @@ from dure import codec as codec
 from dure import partition as partition
 from dure import sync as sync
 from dure import topology as topology
+from dure.codec.base import Codec as Codec
+from dure.codec.coder import Coder as Coder
 from dure.codec.feedback import ErrorFeedback as ErrorFeedback
 from dure.codec.feedback import Momentum as Momentum
 from dure.codec.floats import BFloat16 as BFloat16
@@ -22,6 +24,7 @@ from dure.job.data.samples import Samples as Samples
 from dure.job.data.stream import Stream as Stream
 from dure.job.job import Job as Job
 from dure.job.optimizer import OptimizerSpec as OptimizerSpec
+from dure.partition.action import Action as Action
 from dure.partition.mesh import Mesh as Mesh
 from dure.partition.methods.chen import Chen as Chen
 from dure.partition.methods.ddg import DDG as DDG
@@ -39,6 +42,7 @@ from dure.partition.methods.pipedream_2bw import PipeDream2BW as PipeDream2BW
 from dure.partition.methods.spectrain import SpecTrain as SpecTrain
 from dure.partition.methods.tensor import TensorParallel as TensorParallel
 from dure.partition.methods.zero_bubble import ZeroBubble as ZeroBubble
+from dure.partition.micro import MicroBatched as MicroBatched
 from dure.partition.shared_layers import SharedLayers as SharedLayers
 from dure.partition.whole import Whole as Whole
 from dure.planner.answer import Ranking as Ranking

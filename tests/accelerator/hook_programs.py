@@ -90,7 +90,7 @@ class BytesCoder(Coder):
     looks = True
     most_bytes = 0
 
-    def _encode(self, values: Tensor) -> Tensor:
+    def encode_finite(self, values: Tensor) -> Tensor:
         return values.clone().view(torch.uint8)
 
     def decode(self, message: Tensor, out: Tensor) -> None:

@@ -1,6 +1,7 @@
 """What holds for every codec, whatever is encoded."""
 
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +20,9 @@ from dure.codec.strom import Strom
 from dure.codec.ternary import Ternary
 from dure.codec.top_k import TopK
 from dure.errors import DamagedMessage, DivergedError
+from dure.run.strategy import make
+
+FLOAT8 = Path(__file__).parents[2] / "examples" / "08_float8.py"
 
 CODECS = {
     "fp32": Float32(),
@@ -39,6 +43,7 @@ CODECS = {
     "fp16, fed back": ErrorFeedback(Float16()),
     "signum": Momentum(Sign()),
     "random zeros": Sign(zeros="random"),
+    "of a file": make(f"{FLOAT8}:Float8"),
 }
 FED_BACK = [name for name, codec in CODECS.items() if isinstance(codec.coder(SliceLayout.plain(1)), FeedbackCoder)]
 

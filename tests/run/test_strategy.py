@@ -12,7 +12,7 @@ from dure.codec.feedback import Momentum
 from dure.codec.floats import Float16
 from dure.core.catalogue import combines, load
 from dure.core.spec_text import MemberSpec, parse_members, parse_value, value_text
-from dure.errors import StrategyError
+from dure.errors import StrategyError, UsageError
 from dure.run.strategy import AXES, REMEDY, WRAPPER, Strategy, by_axis, catalogue, check_codec_name, make, member_text
 from dure.sync.averaging import Averaging
 from dure.sync.bsp import BSP
@@ -266,7 +266,7 @@ def test_methods_run_over_topologies_of_the_catalogue():
 OWN = """
 from dataclasses import dataclass
 
-from dure import Traits
+from dure import Codec, Traits
 
 @dataclass(frozen=True)
 class Mine:
@@ -278,6 +278,14 @@ class Mine:
 @dataclass(frozen=True)
 class Half:
     period: int = 8
+
+@dataclass(frozen=True)
+class Rounded(Codec):
+    digits: int = 3
+
+    def coder(self, layout, seed=0): ...
+
+class Bare(Rounded): ...
 """
 
 
@@ -294,10 +302,36 @@ def test_a_method_of_a_file_goes_by_its_file_and_class(tmp_path):
         (f"{file}:Half", "this lacks traits, work"),
         (f"{tmp_path}/none.py:Mine", "there is no file"),
         (f"{file}:Mine ps", "Mine does not run over ps: it runs over collective"),
+        (f"{file}:Mine {file}:Mine", "chooses sync twice"),
     ):
         with pytest.raises(StrategyError) as caught:
             Strategy.parse(text)
         assert words in str(caught.value)
+
+
+def test_a_codec_of_a_file_goes_by_its_file_and_class(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(OWN)
+    strategy = Strategy.parse(f"bsp {file}:Rounded:digits=2+ef")
+    assert strategy.codec.codec.digits == 2
+    assert strategy.text()["codec"] == f"{file}:Rounded:digits=2+ef"
+    assert Strategy.of(**strategy.text()) == strategy
+    wrong = (("codec", "Mine", "sync"), ("sync", "Rounded", "codec"), ("topology", "Rounded", "codec"))
+    for axis, name, right in wrong:
+        with pytest.raises(StrategyError) as caught:
+            Strategy.of(**{axis: f"{file}:{name}"})
+        assert f'is a {right}, not a {axis}: write {right}="{file}:{name}"' in str(caught.value)
+
+
+@dataclass(frozen=True)
+class Local(Float16):
+    """A codec that no file names."""
+
+
+def test_an_object_that_processes_cannot_make_is_refused_before_any_starts():
+    for axis, choice in (("codec", Local()), ("codec", Momentum(Local()))):
+        with pytest.raises(UsageError, match=rf'{axis}=Local\(.*FILE\.py:Local.*on="virtual"'):
+            dure.train("digits-mlp", sync="averaging", **{axis: choice}, workers=2, steps=2, on="local")
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ class CastCoder(DenseCoder):
     def most_bytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
-    def _encode(self, values: torch.Tensor) -> torch.Tensor:
+    def encode_finite(self, values: torch.Tensor) -> torch.Tensor:
         if values.device.type != "cpu":
             return self._encode_by_operations(values)
         cast = empty(self.numel, values, self.dtype)

@@ -61,8 +61,8 @@ class Coder(ABC):
     """Encodes and decodes the `numel` elements of a slice, on the device of the values.
 
     `most_bytes` bounds the length of a message. Decoding raises `DamagedMessage` for a message that `encode` cannot
-    give, and then writes nothing. `looks`: `_encode` itself refuses NaN and infinity, in a pass that it needs anyway.
-    On other devices than the CPU every `_encode` does so, since the host is to wait for the device once per message.
+    give, and then writes nothing. `looks`: `encode_finite` itself refuses NaN and infinity, in a pass that it needs
+    anyway. On other devices than the CPU every `encode_finite` does so: the host waits for the device once per message.
     """
 
     looks: ClassVar[bool] = False
@@ -82,14 +82,14 @@ class Coder(ABC):
         values = values.contiguous()
         if not self.looks and values.device.type == "cpu":
             require_finite(values)
-        return self._encode(values)
+        return self.encode_finite(values)
 
     @abstractmethod
-    def _encode(self, values: torch.Tensor) -> torch.Tensor: ...
+    def encode_finite(self, values: torch.Tensor) -> torch.Tensor: ...
 
     def _encode_and_subtract(self, values: torch.Tensor) -> torch.Tensor:
         """Encode `values` and subtract from them the values of the message."""
-        message = self._encode(values)
+        message = self.encode_finite(values)
         self.accumulate(message, values, -1.0)
         return message
 
@@ -122,7 +122,8 @@ class Coder(ABC):
     def restore(self, state: Mapping[str, torch.Tensor]) -> None:  # noqa: B027  (most coders have no state)
         """Continue from a `state`. Its tensors move to the device of the next values."""
 
-    def _check_length(self, message: torch.Tensor, least: int, most: int | None = None) -> None:
+    def check_length(self, message: torch.Tensor, least: int, most: int | None = None) -> None:
+        """Raise `DamagedMessage` unless `message` has `least` to `most` bytes; `most` is `least` if None."""
         most = least if most is None else most
         if not least <= message.numel() <= most:
             right = str(least) if least == most else f"{least} to {most}"
@@ -153,7 +154,7 @@ class DenseCoder(Coder):
         return blocks(out)
 
     def _open(self, message: torch.Tensor, out: torch.Tensor) -> Any:
-        self._check_length(message, self.least_bytes, self.most_bytes)
+        self.check_length(message, self.least_bytes, self.most_bytes)
         parts = self._parts(message.to(out.device))
         self._check(parts)
         return parts
@@ -167,7 +168,7 @@ class DenseCoder(Coder):
         self._add(self._open(message, out), out, weight)
 
     def _encode_and_subtract(self, values: torch.Tensor) -> torch.Tensor:
-        message = self._encode(values)
+        message = self.encode_finite(values)
         self._add(self._parts(message), values, -1.0)  # a message of its own needs no check
         return message
 

@@ -73,7 +73,7 @@ class _Int8Coder(DenseCoder):
     def most_bytes(self) -> int:
         return self.numel + 4 * self._scales
 
-    def _encode(self, values: torch.Tensor) -> torch.Tensor:
+    def encode_finite(self, values: torch.Tensor) -> torch.Tensor:
         message = empty(self.most_bytes, values)
         steps, scales = message[: self.numel].view(torch.int8), empty(self._scales, values, torch.float32)
         memory = scratch(self._scales * _NEIGHBORS, values, torch.float32).view(-1, _NEIGHBORS)

@@ -97,7 +97,7 @@ class _TwoMeansCoder(DenseCoder):
     def _blocks(self, out: torch.Tensor) -> Iterable[slice]:
         return (piece.where for piece in self._pieces(out).values())
 
-    def _encode(self, values: torch.Tensor) -> torch.Tensor:
+    def encode_finite(self, values: torch.Tensor) -> torch.Tensor:
         positive, floats = self._split(values, torch.float32)
         if values.device.type != "cpu" and not all_finite(floats):
             require_finite(values)

@@ -28,7 +28,7 @@ class FeedbackCoder(Coder):
     def most_bytes(self) -> int:
         return self.inner.most_bytes
 
-    def _encode(self, values: torch.Tensor) -> torch.Tensor:
+    def encode_finite(self, values: torch.Tensor) -> torch.Tensor:
         total = self._with_residual(values)
         message = self.inner._encode_and_subtract(total)
         self.residual = total
@@ -75,11 +75,11 @@ class MomentumCoder(Coder):
     def most_bytes(self) -> int:
         return self.inner.most_bytes
 
-    def _encode(self, values: torch.Tensor) -> torch.Tensor:
+    def encode_finite(self, values: torch.Tensor) -> torch.Tensor:
         average = torch.zeros_like(values) if self.average is None else self.average.to(values.device)
         # On the CPU, values have been found finite. Elsewhere `inner` looks, and the average stays until it has.
         average = (average.lerp_ if values.device.type == "cpu" else average.lerp)(values, 1 - self.beta)
-        message = self.inner._encode(average)
+        message = self.inner.encode_finite(average)
         self.average = average
         return message
 

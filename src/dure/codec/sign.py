@@ -72,7 +72,7 @@ class _SignCoder(DenseCoder):
     def most_bytes(self) -> int:
         return bits.nbytes(self.numel) + _SCALE * self.scaled
 
-    def _encode(self, values: torch.Tensor) -> torch.Tensor:
+    def encode_finite(self, values: torch.Tensor) -> torch.Tensor:
         if not self.scaled:
             return self._signs(values, look=True)
         scale = self._mean_magnitude(values)  # which refuses NaN and infinity

@@ -54,7 +54,7 @@ class SizeOnlyCoder(Coder):
     def encode(self, values: torch.Tensor) -> Any:
         return Ghost(self._nbytes, 1)
 
-    _encode = encode
+    encode_finite = encode
 
     def zeros(self, like: torch.Tensor) -> Any:
         return Ghost(self.numel)

@@ -74,7 +74,7 @@ class _ThresholdCoder(Coder):
     def most_bytes(self) -> int:
         return _COUNT + bits.nbytes(self.numel) + gaps.most_bytes(self.numel, self.numel)
 
-    def _encode(self, values: torch.Tensor) -> torch.Tensor:
+    def encode_finite(self, values: torch.Tensor) -> torch.Tensor:
         return self._message(values)[0]
 
     def _encode_and_subtract(self, values: torch.Tensor) -> torch.Tensor:
@@ -108,7 +108,7 @@ class _ThresholdCoder(Coder):
 
     def _read(self, message: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The positions of a message, and plus or minus the threshold for each. Raises `DamagedMessage`."""
-        self._check_length(message, _COUNT + gaps.HEADER, self.most_bytes)
+        self.check_length(message, _COUNT + gaps.HEADER, self.most_bytes)
         read = message.cpu().numpy()
         count = int(np.frombuffer(read[:_COUNT].tobytes(), "<i4")[0])
         begin = _COUNT + bits.nbytes(count)

@@ -59,7 +59,7 @@ class _PlanesCoder(DenseCoder):
     def most_bytes(self) -> int:
         return 2 * bits.nbytes(self.numel)
 
-    def _encode(self, values: torch.Tensor) -> torch.Tensor:
+    def encode_finite(self, values: torch.Tensor) -> torch.Tensor:
         return torch.cat(_planes(values))
 
     def _parts(self, message: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -108,7 +108,7 @@ class _EntropyCoder(DenseCoder):
     def least_bytes(self) -> int:
         return _HEADER
 
-    def _encode(self, values: torch.Tensor) -> torch.Tensor:
+    def encode_finite(self, values: torch.Tensor) -> torch.Tensor:
         import constriction
 
         votes, above = _planes_on_host(values)

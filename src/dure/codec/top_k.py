@@ -62,7 +62,7 @@ class _LargestCoder(Coder):
     def most_bytes(self) -> int:
         return _LENGTH + gaps.most_bytes(self.numel, self.count) + 4 * self.count
 
-    def _encode(self, values: torch.Tensor) -> torch.Tensor:
+    def encode_finite(self, values: torch.Tensor) -> torch.Tensor:
         return self._message(values)[0]
 
     def _encode_and_subtract(self, values: torch.Tensor) -> torch.Tensor:
@@ -93,7 +93,7 @@ class _LargestCoder(Coder):
     def _read(self, message: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The positions and values of a message, like `out`. Raises `DamagedMessage`."""
         least = _LENGTH + gaps.HEADER + 4 * self.count
-        self._check_length(message, least, self.most_bytes)
+        self.check_length(message, least, self.most_bytes)
         read = message.cpu().numpy()
         length = int(np.frombuffer(read[:_LENGTH].tobytes(), "<i4")[0])
         if length != message.numel() - _LENGTH - 4 * self.count:

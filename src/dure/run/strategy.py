@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, is_dataclass
 from importlib import import_module
+from types import UnionType
 from typing import TYPE_CHECKING, Any
 
 from dure.codec.base import Codec
@@ -68,6 +69,9 @@ SERVERS_STEP = ("bsp", "downpour")
 
 UNSTAGED = "it decides on each gradient, or uses more than the next one, and a stage has only its part of a gradient"
 """The reason why a method without `Traits.staged` does not run over the stages of a pipeline."""
+
+BASES: Mapping[str, type | UnionType] = {"partition": Pipeline | SharedLayers, "codec": Codec}
+"""The base classes of members of an axis; a method has none."""
 
 DEFAULTS: Mapping[str, str] = {"sync": "bsp", "codec": "fp32", "partition": "none"}
 
@@ -219,11 +223,14 @@ def catalogue(axis: str) -> Catalogue:
 def find(name: str, axis: str | None = None) -> tuple[str, str]:
     """Find the axis (or `REMEDY`) of `name` and the place of its class, on `axis` if given. Raises `StrategyError`.
 
-    A method or a pipeline in a user's own file is `FILE.py:CLASS`.
+    A method, a codec or a partition in a user's own file is `FILE.py:CLASS`.
     """
     own = user_code.split(name)
     if own is not None:
-        return _own_member(name, *own)
+        found, place = _own_member(name, *own)
+        if axis not in (None, found):
+            raise StrategyError(f'"{name}" is a {found}, not a {axis}: write {found}="{name}".')
+        return found, place
     for candidate in (*AXES, *JOINS):
         if name in catalogue(candidate):
             if axis not in (None, candidate):
@@ -240,15 +247,17 @@ def _own_member(name: str, file: str, member: str) -> tuple[str, str]:
         kind = user_code.kind(file, member)
     except UsageError as error:
         raise StrategyError(f"{name}: {error}") from error
-    if issubclass(kind, Pipeline | SharedLayers):
-        return "partition", place_of(kind)
-    lacks = [part for part in ("traits", "work") if not hasattr(kind, part)]
-    if lacks or not is_dataclass(kind):
+    axis = next((axis for axis, base in BASES.items() if issubclass(kind, base)), "sync")
+    lacks = [part for part in ("traits", "work") if axis == "sync" and not hasattr(kind, part)]
+    if lacks:
         raise StrategyError(
-            f"{name} is no method: a method is a dataclass with `traits` (dure.Traits) and `work`; this lacks "
-            f"{names(lacks) or 'the decorator'}. help(dure.Traits) describes the traits."
+            f"{name} is no member of a strategy. A codec is a subclass of dure.Codec, a pipeline one of "
+            "dure.MicroBatched, a split of layers one of dure.SharedLayers. A method is a dataclass with `traits` "
+            f"(dure.Traits) and `work`; this lacks {names(lacks)}."
         )
-    return "sync", place_of(kind)
+    if not is_dataclass(kind):
+        raise StrategyError(f"{name} is no dataclass: write @dataclass(frozen=True) above the class.")
+    return axis, place_of(kind)
 
 
 def _elsewhere(name: str, axis: str, wanted: str) -> str:
@@ -346,6 +355,29 @@ def member_text(axis: str, member: Any) -> str:
         return f"{_call_text(axis, member.pipeline)}+{_call_text(axis, member.shared)}"
     inner, remedies = parts(member)
     return "+".join([_call_text(axis, inner), *(_call_text(REMEDY, remedy) for remedy in remedies)])
+
+
+def check_named(objects: Mapping[str, Any]) -> None:
+    """Raise `UsageError` for an object whose class no catalogue and no file has: a process makes it from its text."""
+    known = {place for axis in (*AXES, *JOINS) for place in catalogue(axis).values()}
+    for axis, choice in objects.items():
+        for kind in map(type, _members(choice)):
+            if place_of(kind) not in known and user_code.text_of(kind) is None:
+                name = kind.__qualname__
+                raise UsageError(
+                    f"{axis}={name}(...) is an object of your own, which cannot be handed to other processes. Put its "
+                    f'class into a file and name it ({axis}="FILE.py:{name}"), or run in virtual time (on="virtual").'
+                )
+
+
+def _members(choice: Any) -> list[Any]:
+    """An object of an axis, and what is joined to it."""
+    if isinstance(choice, Codec):
+        return _layers(choice)
+    if isinstance(choice, Mesh):
+        return [choice.pipeline, choice.shared]
+    inner, remedies = parts(choice)
+    return [inner, *remedies]
 
 
 def codec_name(codec: Codec) -> str:

@@ -36,7 +36,7 @@ from dure.run.resolve import ENDLESS, resolve
 from dure.run.resume import CLUSTER, cluster_of, resumed
 from dure.run.setup import Setup
 from dure.run.split_again import is_split_otherwise, split_again
-from dure.run.strategy import AXES, member_text
+from dure.run.strategy import AXES, check_named, member_text
 from dure.run.trust import fingerprints
 from dure.run.virtual import VirtualRun
 from dure.runtime.launch.interruption import Interruption
@@ -57,6 +57,8 @@ def train(job: str | Job, *, sync: Any = None, on: str | Cluster = "", **options
     objects = {axis: options[axis] for axis in AXES if not isinstance(options.get(axis), str | None)}
     options |= {axis: member_text(axis, choice) for axis, choice in objects.items()}
     config = TrainConfig.of({**options, "job": job if isinstance(job, str) else job.name})
+    if is_real(config.on):
+        check_named(objects)
     prebuilt = Prebuilt(None if isinstance(job, str) else job, on if isinstance(on, Cluster) else None)
     if not objects:
         return run(config, prebuilt)
