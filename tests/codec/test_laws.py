@@ -67,7 +67,6 @@ def layout_of(numel, cut=7):
     return SliceLayout(numel, tuple(bounds), tuple(i < len(bounds) - 2 for i in range(len(bounds) - 1)))
 
 
-@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", CODECS)
 @settings(max_examples=20, deadline=None)
 @given(values=vectors())
@@ -190,7 +189,6 @@ def test_a_sum_that_overflows_is_still_of_numbers():
     assert Sign().coder(SliceLayout.plain(4)).encode(values).tolist() == [15]
 
 
-@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", CODECS)
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
