@@ -248,3 +248,16 @@ def test_int8_refuses_messages_whose_values_would_not_be_finite(step):
     message[9:] = torch.tensor([scale]).view(torch.uint8)
     with pytest.raises(DamagedMessage):
         coder.decode(message, torch.empty(9))
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_any_counts_of_signs_are_decoded(name):
+    """As many zeros as positive elements, one sign alone, each as often: no count is taken for another."""
+    for signs in ((1, 0, -1), (1, 1, 0, 0), (-1, -1), (0, 0), (1, 1), (0, -1, 1, 0, 1, -1)):
+        values, out = torch.tensor(signs, dtype=torch.float32).repeat(3), torch.empty(3 * len(signs))
+        coder = CODECS[name].coder(SliceLayout.plain(len(values)))
+        message = coder.encode(values)
+        assert message.numel() <= coder.most_bytes
+        coder.decode(message, out)
+        if name in ("ternary", "ternary in planes", "fp32", "of a file"):
+            assert torch.equal(out, values)
