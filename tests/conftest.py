@@ -1,5 +1,6 @@
 """A full run says how much it ran, and fails if that is less than it ought to be: a check must prove that it ran."""
 
+import hashlib
 from collections import defaultdict
 
 import pytest
@@ -25,6 +26,17 @@ def kind(item):
     if isinstance(item, pytest.DoctestItem):
         return "doctests"
     return "documents" if item.path.name == "test_docs.py" else "tests"
+
+
+LONGEST_NAME = 200
+"""Most characters or bytes of a parameter that are part of a test's name."""
+
+
+def pytest_make_parametrize_id(val):
+    if isinstance(val, str | bytes) and len(val) > LONGEST_NAME:
+        content = val if isinstance(val, bytes) else val.encode(errors="surrogatepass")
+        return f"{len(val)} of {hashlib.sha256(content).hexdigest()[:8]}"
+    return None
 
 
 SHARED = ("ranks", "raised_by", "pair", "three", "raced")
