@@ -506,11 +506,11 @@ def case_owner_fails():
     return None
 
 
-def case_other_fails():
-    """Rank 1, which owns no server, gives up: under SSP rank 0 goes on to its end."""
+def giving_up(strategy, steps):
+    """Rank 1 gives up at its third step; the clock of rank 0 at its end."""
     module = model(RANK)
-    replica = attach(module, torch.optim.SGD(module.parameters(), lr=0.1), "ssp:bound=1")
-    for step, batch in enumerate(mine(12)):
+    replica = attach(module, torch.optim.SGD(module.parameters(), lr=0.1), strategy)
+    for step, batch in enumerate(mine(steps)):
         if step == 2 and RANK == 1:
             replica.__exit__(OverflowError, OverflowError("out of luck"), None)
             return None
@@ -518,20 +518,16 @@ def case_other_fails():
         replica.step()
     replica.close()
     return replica.clock
+
+
+def case_other_fails():
+    """Rank 1 owns no server: under SSP rank 0 goes on."""
+    return giving_up("ssp:bound=1", 12)
 
 
 def case_quorum_of_the_living():
-    """Rank 1 gives up: rank 0 alone is the quorum, and goes on to its end."""
-    module = model(RANK)
-    replica = attach(module, torch.optim.SGD(module.parameters(), lr=0.1), "k-sync:k=2")
-    for step, batch in enumerate(mine(6)):
-        if step == 2 and RANK == 1:
-            replica.__exit__(OverflowError, OverflowError("out of luck"), None)
-            return None
-        loss_of(module, batch).backward()
-        replica.step()
-    replica.close()
-    return replica.clock
+    """Rank 0 alone is the quorum, and goes on."""
+    return giving_up("k-sync:k=2", 6)
 
 
 def images(memory_format=torch.channels_last):
