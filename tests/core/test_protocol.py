@@ -28,13 +28,12 @@ from dure.runtime.wire import Identity
 from dure.topology.collective.compressed import ChunkServer
 from dure.topology.collective.ranks import GroupFailure
 from dure.topology.fields import CLOSED, COMMAND, PUSHED, REPORT
-from dure.topology.gossip.peer import Peer
+from dure.topology.gossip.topology import Peer
 from dure.topology.hybrid.rows import RowShard
-from dure.topology.parameter_server.batch.coordinator import Coordinator
 from dure.topology.parameter_server.clock import ClockService
-from dure.topology.parameter_server.fused import ClockedShard
+from dure.topology.parameter_server.coordinator import Coordinator
 from dure.topology.parameter_server.policies import Bounded
-from dure.topology.parameter_server.shard import Shard
+from dure.topology.parameter_server.shard import ClockedShard, Shard
 from dure.topology.shared_memory.segment import SharedShard
 from dure.user_loop.host import ShardHost
 

@@ -21,8 +21,9 @@ from dure.runtime.virtual.cluster import Cluster, Link, Machines
 from dure.runtime.virtual.compute import Constant, Trace
 from dure.sync.base import ServerRule
 from dure.sync.ssp import SSP
+from dure.topology.parameter_server.admission import Start, Verdict
 from dure.topology.parameter_server.choice import ParameterServer
-from dure.topology.parameter_server.policies import Bounded, Start, Verdict
+from dure.topology.parameter_server.policies import Bounded
 
 STEPS = 6
 TOLERANCE = {"float32": 1e-6, "float64": 1e-12}

@@ -13,8 +13,8 @@ from dure.job.optimizer import OptimizerSpec
 from dure.run.strategy import make
 from dure.sync.base import server_rule_of
 from dure.sync.corrected import corrections, server_optimizer
-from dure.topology.parameter_server.corrections import Corrections
 from dure.topology.parameter_server.shard import Shard
+from dure.topology.parameter_server.staging import Corrections
 
 Gradient = Callable[[torch.Tensor], torch.Tensor]
 

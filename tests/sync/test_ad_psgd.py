@@ -31,7 +31,7 @@ from dure.runtime.virtual.cluster import Cluster, Event, Link, Machines
 from dure.runtime.virtual.compute import Constant, LogNormal, ShiftedExponential, Trace
 from dure.topology.gossip.choice import Gossip
 from dure.topology.gossip.graph import build
-from dure.topology.gossip.peer import GIVE_UP_STEPS, LEAVE_SECONDS, Peer
+from dure.topology.gossip.topology import GIVE_UP_STEPS, LEAVE_SECONDS, Peer
 
 GRAPHS = ("ring", "exponential", "complete", "random-regular,degree=3")
 STARTS = [8.0, -2.0, 1.0, 5.0, 0.0, 12.0]

@@ -19,7 +19,8 @@ from dure.run.strategy import member_text
 from dure.runtime.virtual.cluster import Cluster, Event, Link, Machines
 from dure.runtime.virtual.compute import Constant, LogNormal
 from dure.sync.downpour import Downpour
-from dure.topology.parameter_server.policies import Accept, OneFirst, Start
+from dure.topology.parameter_server.admission import Accept, Start
+from dure.topology.parameter_server.policies import OneFirst
 
 
 def machines(workers: int, *events: Event, bandwidth: float = 1e12, seconds: float = 0.01) -> Cluster:

@@ -165,7 +165,7 @@ def test_who_forgets_pairs_is_no_conjugate_gradients(monkeypatch):
 
 def test_a_curve_that_bends_downwards_leaves_no_pair():
     """f(w) = -cos w: from 2.8, where it bends the wrong way, a short step gives s'y < 0."""
-    from dure.topology.parameter_server.batch.coordinator import Coordinator
+    from dure.topology.parameter_server.coordinator import Coordinator
 
     seen, kept = [], []
     order = Coordinator.order

@@ -20,7 +20,7 @@ from dure.run.config import TrainConfig
 from dure.run.virtual import VirtualRun
 from dure.runtime.virtual.cluster import Cluster, Link, Machines
 from dure.runtime.virtual.compute import Constant
-from dure.topology.parameter_server.joint import joint_fields
+from dure.topology.parameter_server.coordinator import joint_fields
 
 JOB = "digits-local:channels=2"
 LBFGS = "lbfgs:batch=210,iterations=4,m=3"

@@ -43,7 +43,7 @@ from dure.runtime.launch.watchdog import without_watchdog
 from dure.runtime.process.node import ProcessNode
 from dure.runtime.wire import Loss
 from dure.sync import membership, saved
-from dure.topology.parameter_server.progress import EVICT_SECONDS
+from dure.topology.parameter_server.clock import EVICT_SECONDS
 
 if TYPE_CHECKING:
     from dure.job.gradient import Gradient

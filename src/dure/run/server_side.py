@@ -11,17 +11,16 @@ from dure.core.deployment import SERVER, NodeId
 from dure.core.node import Address
 from dure.sync.base import server_rule_of, servers_have_own_rule
 from dure.sync.corrected import compares, corrections, server_optimizer
-from dure.topology.parameter_server.clock import ClockService
-from dure.topology.parameter_server.fused import clocked_at
+from dure.topology.parameter_server.clock import EVICT_SECONDS, ClockService
 from dure.topology.parameter_server.layout import ServerLayout
-from dure.topology.parameter_server.progress import EVICT_SECONDS
+from dure.topology.parameter_server.shard import clocked_at
 
 if TYPE_CHECKING:
     from dure.core.node import Node
     from dure.core.ranges import Ranges
     from dure.job.optimizer import OptimizerSpec
     from dure.topology.correction import Correction
-    from dure.topology.parameter_server.policies import Policy
+    from dure.topology.parameter_server.admission import Policy
 
 CLOCK = Address(str(NodeId(SERVER, 0)), "clock")
 """The clock of all servers."""

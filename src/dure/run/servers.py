@@ -12,11 +12,9 @@ from dure.core.node import Address, Service
 from dure.core.node_view import NodeView
 from dure.core.state import State
 from dure.run.checkpoint import fitting
-from dure.topology.parameter_server.batch.coordinator import Coordinator, Limits
-from dure.topology.parameter_server.batch.portions import Portions
-from dure.topology.parameter_server.fused import serve_clock
-from dure.topology.parameter_server.joint import JointAsks, ShardOrders
-from dure.topology.parameter_server.progress import EVICT_SECONDS
+from dure.topology.parameter_server.clock import EVICT_SECONDS
+from dure.topology.parameter_server.coordinator import Coordinator, JointAsks, Limits, Portions, ShardOrders
+from dure.topology.parameter_server.shard import serve_clock
 
 if TYPE_CHECKING:
     from dure.core.node import Node

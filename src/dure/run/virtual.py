@@ -50,8 +50,8 @@ if TYPE_CHECKING:
     from dure.runtime.virtual.cluster import Cluster
     from dure.runtime.virtual.compute import Durations
     from dure.sync.worker import Boundary, Worker
-    from dure.topology.parameter_server.batch.coordinator import Coordinator
     from dure.topology.parameter_server.clock import ClockService
+    from dure.topology.parameter_server.coordinator import Coordinator
 
 OnStep = Callable[["Worker", "Gradient"], None]
 OnWorker = Callable[["Worker"], None]

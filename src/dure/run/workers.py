@@ -11,8 +11,8 @@ from dure.partition.source import StageSource
 from dure.run.checkpoint import fitting
 from dure.sync import saved
 from dure.sync.worker import Worker
-from dure.topology.collective.session import GroupSession
-from dure.topology.parameter_server.batch.client import PortionClient
+from dure.topology.collective.topology import GroupSession
+from dure.topology.parameter_server.portion_client import PortionClient
 from dure.topology.parameter_server.session import ServerSession
 
 if TYPE_CHECKING:

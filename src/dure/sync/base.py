@@ -15,7 +15,7 @@ from dure.errors import StrategyError
 if TYPE_CHECKING:
     from dure.job.optimizer import OptimizerSpec
     from dure.sync.worker import Worker
-    from dure.topology.parameter_server.policies import Policy
+    from dure.topology.parameter_server.admission import Policy
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from dure.core.parameter import parameter
 from dure.sync.base import ServerRule, Traits
-from dure.topology.parameter_server.policies import AnyOf, most
+from dure.topology.parameter_server.admission import most
+from dure.topology.parameter_server.policies import AnyOf
 
 if TYPE_CHECKING:
     from dure.job.optimizer import OptimizerSpec

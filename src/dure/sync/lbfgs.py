@@ -44,12 +44,12 @@ from dure.errors import DivergedError
 from dure.sync import line_search
 from dure.sync.base import ServerRule, Traits
 from dure.sync.line_search import Trial
-from dure.topology.parameter_server.batch.client import Sums
+from dure.topology.parameter_server.portion_client import Sums
 
 if TYPE_CHECKING:
     from dure.job.optimizer import OptimizerSpec
     from dure.sync.worker import Worker
-    from dure.topology.parameter_server.batch.coordinator import Command, Coordinator
+    from dure.topology.parameter_server.coordinator import Command, Coordinator
 
 EPSILON = 1e-10
 """A pair is kept if s'y exceeds this factor times |s| |y|, that is, if the function is convex along s."""

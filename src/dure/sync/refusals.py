@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from dure.job.gradient import Gradient
-    from dure.topology.collective.session import GroupSession
+    from dure.topology.collective.topology import GroupSession
     from dure.topology.replica import WorkerReplica
 
 MOST_REFUSED = 3

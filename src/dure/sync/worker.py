@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from dure.core.meter import Meter
     from dure.core.node import Group, Node
     from dure.job.gradient import Gradient
-    from dure.topology.collective.session import GroupSession
-    from dure.topology.gossip.peer import Peer
-    from dure.topology.hybrid.session import RowSession
-    from dure.topology.parameter_server.batch.client import PortionClient
+    from dure.topology.collective.topology import GroupSession
+    from dure.topology.gossip.topology import Peer
+    from dure.topology.hybrid.topology import RowSession
+    from dure.topology.parameter_server.portion_client import PortionClient
     from dure.topology.parameter_server.session import ServerSession
-    from dure.topology.shared_memory.session import MemorySession
+    from dure.topology.shared_memory.topology import MemorySession
 
 Session = TypeVar("Session")
 

@@ -24,7 +24,7 @@ import torch
 from dure.core.finite import all_finite
 from dure.errors import UsageError
 from dure.job.overlap import Overlap
-from dure.topology.collective.agreement import Agreement, Intention
+from dure.topology.collective.topology import Agreement, Intention
 
 if TYPE_CHECKING:
     from dure.core.node import Group, Operation

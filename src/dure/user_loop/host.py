@@ -24,8 +24,8 @@ from dure.run.strategy import make
 from dure.runtime.launch.sentinel import Starter
 from dure.runtime.process.node import ProcessNode
 from dure.runtime.wire import Credentials, Identity, Loss
-from dure.topology.parameter_server.corrections import Corrections
 from dure.topology.parameter_server.shard import Shard
+from dure.topology.parameter_server.staging import Corrections
 
 
 class ShardHost:

@@ -11,9 +11,8 @@ from dure.job.replica import as_bytes, copy_bytes
 from dure.runtime.process.alone import AloneGroup
 from dure.runtime.process.engine import Engine
 from dure.sync.base import traits_of
-from dure.topology.collective.agreement import Agreement, Intention
 from dure.topology.collective.message_group import SentGroup
-from dure.topology.collective.session import GroupSession
+from dure.topology.collective.topology import Agreement, GroupSession, Intention
 from dure.user_loop.exchange import Exchange, Failed
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from dure.runtime.launch.shard_process import ShardProcess
 from dure.sync import membership
 from dure.sync.base import traits_of
 from dure.topology.parameter_server.client import ServerClient
-from dure.topology.parameter_server.placement import held_by
+from dure.topology.parameter_server.layout import held_by
 from dure.topology.parameter_server.session import ServerSession
 from dure.user_loop.optimizer import ServerOptimizer
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from dure.runtime.process.node import ProcessNode
     from dure.runtime.wire import Credentials
     from dure.sync.worker import Worker
-    from dure.topology.collective.agreement import Intention
+    from dure.topology.collective.topology import Intention
     from dure.user_loop.exchange import Failed
     from dure.user_loop.optimizer import UserOptimizer
     from dure.user_loop.source import LoopSource

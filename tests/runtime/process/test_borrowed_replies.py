@@ -20,7 +20,7 @@ from dure.run.virtual import VirtualRun, VirtualSegment
 from dure.runtime.launch.fork_server import ForkServer
 from dure.runtime.virtual.cluster import Cluster
 from dure.sync.worker import Worker
-from dure.topology.parameter_server.buffers import Buffer
+from dure.topology.parameter_server.versions import Buffer
 
 STEPS = 4
 

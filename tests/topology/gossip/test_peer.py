@@ -18,7 +18,7 @@ from dure.core.mixing import pairwise_mixing, spectral_gap
 from dure.core.node import Operation, Reply
 from dure.topology.gossip.choice import Gossip
 from dure.topology.gossip.graph import build
-from dure.topology.gossip.peer import GIVE_UP_STEPS, Peer, Turn
+from dure.topology.gossip.topology import GIVE_UP_STEPS, Peer, Turn
 
 GRAPHS = {
     "triangle": nx.cycle_graph(3),

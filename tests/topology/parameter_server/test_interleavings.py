@@ -19,11 +19,11 @@ from support.purposes import soaked
 from dure.core.node import Address, Ghost
 from dure.errors import Superseded
 from dure.job.optimizer import OptimizerSpec
+from dure.topology.parameter_server.admission import Policy, Start, Verdict
 from dure.topology.parameter_server.client import ServerClient
 from dure.topology.parameter_server.clock import ClockService
-from dure.topology.parameter_server.layout import ServerLayout
-from dure.topology.parameter_server.placement import split
-from dure.topology.parameter_server.policies import AnyOf, Barrier, Bounded, FirstOf, Policy, Start, Verdict
+from dure.topology.parameter_server.layout import ServerLayout, split
+from dure.topology.parameter_server.policies import AnyOf, Barrier, Bounded, FirstOf
 from dure.topology.parameter_server.shard import Shard
 
 UPDATE = cast(torch.Tensor, Ghost(2))

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from dure.topology.parameter_server.progress import ProgressMonitor
+from dure.topology.parameter_server.clock import ProgressMonitor
 
 
 class Time:

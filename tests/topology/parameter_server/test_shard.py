@@ -23,12 +23,12 @@ from dure.core.sequence import SequenceTracker
 from dure.core.state import State
 from dure.errors import CallTimeout, Evicted, Refused
 from dure.job.optimizer import FlatOptimizer, GroupRange, OptimizerSpec, restrict
+from dure.topology.parameter_server.admission import Policy
 from dure.topology.parameter_server.choice import SPLITS
 from dure.topology.parameter_server.client import ServerClient
 from dure.topology.parameter_server.clock import ClockService
-from dure.topology.parameter_server.layout import ServerLayout
-from dure.topology.parameter_server.placement import split
-from dure.topology.parameter_server.policies import Barrier, Bounded, Policy
+from dure.topology.parameter_server.layout import ServerLayout, split
+from dure.topology.parameter_server.policies import Barrier, Bounded
 from dure.topology.parameter_server.shard import Shard
 from dure.topology.replica import Pulled
 

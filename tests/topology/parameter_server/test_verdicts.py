@@ -28,12 +28,12 @@ from dure.run.callbacks import Callbacks
 from dure.run.virtual import VirtualRun, VirtualSegment
 from dure.runtime.virtual.cluster import Cluster, Event, Machines
 from dure.runtime.virtual.compute import Constant
+from dure.topology.parameter_server.admission import Policy
 from dure.topology.parameter_server.client import ServerClient
 from dure.topology.parameter_server.clock import ClockService
-from dure.topology.parameter_server.fused import clocked_at, serve_clock
 from dure.topology.parameter_server.layout import ServerLayout
-from dure.topology.parameter_server.policies import Barrier, FirstOf, Policy
-from dure.topology.parameter_server.shard import Shard
+from dure.topology.parameter_server.policies import Barrier, FirstOf
+from dure.topology.parameter_server.shard import Shard, clocked_at, serve_clock
 
 NUMEL = 37
 DIGITS = 4810

@@ -1,15 +1,7 @@
 """Collectives written from sends: what a group of workers does in place of the engine's, the same on every runtime.
 
-    algorithm          all_reduce                     all_gather              module
-    ring               chunks around a ring, twice    around the ring         `ring`
-    tree               up a tree, and down            up, and down            `tree`
-    halving-doubling   by halves with ranks far away  doubling (Bruck)        `halving_doubling`
-    hierarchical       tree, ring of hosts, tree      tree, ring, tree        `hierarchical`
-    torus              rings in hosts and across      rings across and in     `torus`
-    all-to-all         all vectors to all ranks       all to all              `all_to_all`
-
-All broadcast down a tree, and meet at a barrier by dissemination. Only the ring has a reduce_scatter of its own; with
-the others each rank keeps its slice of an all_reduce. Their costs: `docs/topologies/collective.md`.
+`algorithms` has the algorithms. All broadcast down a tree, and meet at a barrier by dissemination. Only the ring has a
+reduce_scatter of its own; with the others each rank keeps its slice of an all_reduce.
 """
 
 from __future__ import annotations
@@ -22,13 +14,8 @@ import torch
 
 from dure.core.node import Operation, nothing
 from dure.core.ranges import Range, equal_ranges
-from dure.topology.collective.all_to_all import AllToAll
-from dure.topology.collective.halving_doubling import HalvingDoubling
-from dure.topology.collective.hierarchical import Hierarchical, hosts_of
+from dure.topology.collective.algorithms import AllToAll, HalvingDoubling, Hierarchical, Ring, Torus, Tree, hosts_of
 from dure.topology.collective.ranks import SERVICE, GroupFailure, Ranks
-from dure.topology.collective.ring import Ring
-from dure.topology.collective.torus import Torus
-from dure.topology.collective.tree import Tree
 
 if TYPE_CHECKING:
     from dure.core.meter import Meter

@@ -30,7 +30,7 @@ class Gossip:
     seed: int = parameter(0, "graph=random-regular: seed of the graph", range=">= 0")
 
     deployed_as: ClassVar[str] = "dure.topology.gossip.topology:GossipTopology"
-    more_rows: ClassVar[str] = "dure.topology.gossip.graph_rows:graph_rows"
+    more_rows: ClassVar[str] = "dure.topology.gossip.graph:graph_rows"
 
     def __post_init__(self) -> None:
         if not isinstance(self.graph, str):

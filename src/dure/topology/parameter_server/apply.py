@@ -13,7 +13,7 @@ from dure.codec.exchange import tallying
 from dure.core.node import Apply, Ghost, Operation, Reply, nothing, taking
 from dure.core.state import State, under_prefix, with_prefix
 from dure.errors import Refused
-from dure.topology.parameter_server.corrections import StaleUpdate
+from dure.topology.parameter_server.staging import StaleUpdate
 from dure.topology.parameter_server.verdicts import Verdict, Verdicts, optimizer_state
 from dure.topology.turns import Turns
 
@@ -22,10 +22,8 @@ if TYPE_CHECKING:
     from dure.codec.coder import Coder
     from dure.core.node import Call
     from dure.job.optimizer import FlatOptimizer
-    from dure.topology.parameter_server.buffers import Buffer
-    from dure.topology.parameter_server.corrections import Corrections
-    from dure.topology.parameter_server.staging import StagedUpdate, StagingArea
-    from dure.topology.parameter_server.versions import Versions
+    from dure.topology.parameter_server.staging import Corrections, StagedUpdate, StagingArea
+    from dure.topology.parameter_server.versions import Buffer, Versions
 
 
 class Rule(NamedTuple):

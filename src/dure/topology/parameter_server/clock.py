@@ -1,20 +1,173 @@
-"""Clock of a parameter server: hosts a policy of admission, and tells the shards which updates to apply."""
+"""Clock of a parameter server: hosts a policy of admission, and tells the shards which updates to apply.
+
+While a worker waits, the clock evicts workers without progress (`ProgressMonitor`, `Watchdog`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import math
+import statistics
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, ClassVar
 
 from dure.core.deployment import rank_of_worker
 from dure.core.node import Address, Call, Node, Operation, Reply, TensorSpec
 from dure.core.protocol import COUNT, DRIVER, OWN, TRUTH, WORKERS, Method
 from dure.core.sequence import SequenceTracker
-from dure.errors import Evicted, Refused
+from dure.errors import Evicted, PeerLost, Refused
 from dure.topology.fields import LIFE, STAGED
-from dure.topology.parameter_server.pins import Pins
-from dure.topology.parameter_server.policies import Abort, Accept, Close, End, Policy, Start, Verdict
-from dure.topology.parameter_server.progress import EVICT_SECONDS, ProgressMonitor, Watchdog
-from dure.topology.parameter_server.shard_calls import ShardCalls
+from dure.topology.parameter_server.admission import Abort, Accept, Close, End, Policy, Start, Verdict
+from dure.topology.parameter_server.versions import Pins
+
+EVICT_SECONDS = 5.0
+"""Least time without progress before a worker is late, whatever its pace."""
+
+STEPS = 10
+"""The same limit, in steps of the worker's own median length."""
+
+FEW = 3
+"""Least number of steps that tell a pace. The first step is untypical: the servers have applied no update yet."""
+
+UNKNOWN = 10
+"""Factor of the limit for a worker whose pace is unknown."""
+
+RECENT = 15
+"""Number of latest steps in the median."""
+
+
+class ProgressMonitor:
+    """Measures since when each worker is busy, and the duration of its steps. `now` gives seconds.
+
+    A worker is *busy* from when it may start a step until its update is staged. A worker has stopped when it is busy
+    for longer than `max(seconds, 10 x its median step)`. A worker in its first steps has no known pace: it may be slow
+    or far away, so its limit is ten times as long, and counts steps of the slowest worker. A worker that waits is never
+    late.
+    """
+
+    def __init__(self, now: Callable[[], float], seconds: float = EVICT_SECONDS) -> None:
+        self.now = now
+        self.seconds = seconds
+        self._since: dict[int, float] = {}
+        self._steps: dict[int, deque[float]] = {}
+
+    def begin(self, worker: int) -> None:
+        """Note that `worker` may start a step, or has just joined."""
+        self._since[worker] = self.now()
+
+    def step(self, worker: int) -> None:
+        """Note that the update of `worker` is staged."""
+        now = self.now()
+        steps = self._steps.get(worker)
+        if steps is None:
+            steps = self._steps[worker] = deque(maxlen=RECENT)
+        steps.append(now - self._since.get(worker, now))
+        self._since[worker] = now
+
+    def begin_again(self) -> None:
+        """Start all measurements anew. This process itself was stopped: that time counts against no worker."""
+        now = self.now()
+        for worker in self._since:
+            self._since[worker] = now
+
+    def late(self, suspects: Iterable[int]) -> list[int]:
+        """The workers among `suspects` that have stopped."""
+        now = self.now()
+        return [worker for worker in suspects if now >= self._deadline(worker)]
+
+    def wait(self, suspects: Iterable[int]) -> float:
+        """Seconds until the first of `suspects`, or a worker that begins now, can be late."""
+        first = min(map(self._deadline, suspects), default=math.inf)
+        return min(max(0.0, first - self.now()), self.seconds)
+
+    def _deadline(self, worker: int) -> float:
+        if worker not in self._since:
+            return math.inf
+        steps = self._steps.get(worker, ())
+        if len(steps) >= FEW:
+            limit = max(self.seconds, STEPS * statistics.median(steps))
+        else:
+            slowest = max(map(statistics.median, self._steps.values()), default=math.inf)
+            limit = UNKNOWN * max(self.seconds, STEPS * slowest)
+        return self._since[worker] + limit
+
+
+class Watchdog:
+    """Evicts workers without progress, as long as another worker waits.
+
+    `someone_waits` tells whether a worker waits, `busy` gives the workers that it may wait for.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        progress: ProgressMonitor,
+        someone_waits: Callable[[], bool],
+        busy: Callable[[], list[int]],
+        evict: Callable[[int], None],
+    ) -> None:
+        self._node = node
+        self._progress = progress
+        self._someone_waits = someone_waits
+        self._busy = busy
+        self._evict = evict
+        self._running = False
+
+    def start(self) -> None:
+        """Watch the busy workers from now on: a worker begins to wait."""
+        if not self._running:
+            self._running = True
+            self._node.spawn(self._watch(), "the watchdog of the clock")
+
+    async def _watch(self) -> None:
+        node, progress = self._node, self._progress
+        while self._someone_waits():
+            for worker in progress.late(self._busy()):
+                self._evict(worker)
+            due = node.now() + progress.wait(self._busy())
+            await node.sleep(due - node.now(), background=True)
+            if node.now() > due + progress.seconds / 4:
+                progress.begin_again()
+        self._running = False
+
+
+class ShardCalls:
+    """Sends each call to all `shards` in order, without waiting for the answers.
+
+    Where `shards_return`, a lost shard is no error: it is started again from a snapshot and receives its calls again.
+    """
+
+    def __init__(self, node: Node, shards: Sequence[Address]) -> None:
+        self.shards_return = False
+        self._node = node
+        self._shards = shards
+        self._outstanding: deque[Operation[Reply]] = deque()
+
+    def send(self, method: str, **fields: Any) -> None:
+        """Call `method` of every shard."""
+        for shard in self._shards:
+            self._outstanding.append(self._node.call(shard, method, **fields))
+
+    def check_answered(self) -> None:
+        """Raise the error of a call that has failed, among those answered in order."""
+        while self._outstanding and self._outstanding[0].done:
+            self._check(self._outstanding.popleft())
+
+    async def settled(self) -> None:
+        """Wait until the shards have carried out all calls."""
+        while self._outstanding:
+            call = self._outstanding.popleft()
+            with suppress(PeerLost):
+                await call
+            self._check(call)
+
+    def _check(self, call: Operation[Reply]) -> None:
+        try:
+            call.result()
+        except PeerLost:
+            if not self.shards_return:
+                raise
 
 
 class ClockService:

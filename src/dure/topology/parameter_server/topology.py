@@ -10,9 +10,9 @@ import torch
 from dure.core.node import Ghost
 from dure.core.ranges import size
 from dure.topology.base import RunPlan, Topology, TopologyWorker
-from dure.topology.parameter_server.corrections import Corrections
-from dure.topology.parameter_server.placement import held_by
+from dure.topology.parameter_server.layout import held_by
 from dure.topology.parameter_server.shard import Shard
+from dure.topology.parameter_server.staging import Corrections
 
 if TYPE_CHECKING:
     from dure.core.node import Group, Node

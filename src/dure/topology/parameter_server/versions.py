@@ -1,19 +1,87 @@
-"""Versions of one shard's slice: the newest, older ones that may still be pulled, and pulls of versions to come."""
+"""Versions of one shard's slice: memory of them, the newest, older ones that may still be pulled, and versions to come.
+
+The clock says which versions stay (`Pins`), a reader holds the memory of a version until it is released (`Buffer`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
-from dure.core.node import Ghost, Reply
+from dure.core.node import Ghost, Node, Reply
 from dure.core.state import State
 from dure.errors import Evicted
-from dure.topology.parameter_server.buffers import Buffer, Pool
 
 if TYPE_CHECKING:
-    from dure.core.node import Call, Node, Operation
+    from dure.core.node import Call, Operation
+
+
+class Buffer:
+    """A slice's worth of memory, back in its pool when the last who holds it releases it.
+
+    `pieces` are views of it in the parts in which tensors travel. `reply` answers a pull of it. `gradients` is the
+    number of gradients in its values.
+    """
+
+    __slots__ = ("gradients", "holders", "pieces", "pool", "reply", "tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor, pieces: Sequence[torch.Tensor], pool: list[Buffer]) -> None:
+        self.tensor = tensor
+        self.pieces = pieces
+        self.pool = pool
+        self.holders = 0
+        self.version = -1
+        self.gradients = 0
+        self.reply = Reply()
+
+    def publish(self, version: int) -> None:
+        self.version = version
+        self.reply = Reply({"version": version}, self.pieces, self.release)
+
+    def lease(self) -> Reply:
+        """The reply to a pull; whoever sends it releases it."""
+        self.holders += 1
+        return self.reply
+
+    def release(self) -> None:
+        self.holders -= 1
+        if not self.holders:
+            self.pool.append(self)
+
+
+class Pool:
+    """Buffers of one size, made when none is free."""
+
+    __slots__ = ("_free", "_ghosts", "_like", "_node", "_sizes", "made")
+
+    def __init__(self, node: Node, like: torch.Tensor, sizes: Sequence[int]) -> None:
+        self._free: list[Buffer] = []
+        self._node = node
+        self._like = like
+        self._sizes = sizes
+        self._ghosts: list[torch.Tensor] = []  # of all buffers, where they hold nothing
+        if isinstance(like, Ghost):
+            itemsize = like.nbytes // max(like.numel(), 1)
+            self._ghosts = [cast(torch.Tensor, Ghost(elements, itemsize)) for elements in sizes]
+        self.made = 0
+
+    def take(self) -> Buffer:
+        if self._free:
+            buffer = self._free.pop()
+        else:
+            self.made += 1
+            buffer = self._make()
+        buffer.holders = 1
+        return buffer
+
+    def _make(self) -> Buffer:
+        if isinstance(self._like, Ghost):
+            return Buffer(self._like, self._ghosts, self._free)
+        tensor = self._node.room_like(self._like)
+        return Buffer(tensor, torch.split(tensor, list(self._sizes)) if self._sizes else (), self._free)
+
 
 GENERATION = 1 << 40
 """Versions of one generation of a shard that applies on arrival; a version is its generation times this, plus a count.
@@ -162,3 +230,77 @@ class Versions:
         if not isinstance(buffer.tensor, Ghost):
             buffer.tensor.copy_(tensors[name])
         return buffer
+
+
+class Pins:
+    """Counts of the reasons to keep each version: it is the newest, the policy's `floor`, or a worker started on it."""
+
+    def __init__(self) -> None:
+        self.newest = 0
+        self.floor: int | None = None
+        self._started: dict[int, int] = {}
+        self._holds: dict[int, int] = {0: 1}
+        self._unpinned: list[int] = []
+
+    @property
+    def held(self) -> list[int]:
+        """The versions that are kept."""
+        return sorted(self._holds)
+
+    def has_started(self, worker: int) -> bool:
+        """Whether a version is kept because the worker started on it."""
+        return worker in self._started
+
+    def pin(self, worker: int, version: int) -> None:
+        """Keep the version that a worker starts on, in place of the one before."""
+        self.unpin(worker)
+        self._started[worker] = version
+        self._hold(version)
+
+    def unpin(self, worker: int) -> None:
+        version = self._started.pop(worker, None)
+        if version is not None:
+            self._let_go(version)
+
+    def advance(self) -> int:
+        """Keep the next version as the newest; its number."""
+        self.newest += 1
+        self._hold(self.newest)
+        self._let_go(self.newest - 1)
+        return self.newest
+
+    def move_floor(self, floor: int | None) -> None:
+        if floor is not None:
+            self._hold(floor)
+        if self.floor is not None:
+            self._let_go(self.floor)
+        self.floor = floor
+
+    def take_unpinned(self) -> list[int]:
+        """The versions that shards need keep no longer; each is given once."""
+        unpinned, self._unpinned = self._unpinned, []
+        return unpinned
+
+    def _hold(self, version: int) -> None:
+        self._holds[version] = self._holds.get(version, 0) + 1
+
+    def _let_go(self, version: int) -> None:
+        self._holds[version] -= 1
+        if not self._holds[version]:
+            del self._holds[version]
+            self._unpinned.append(version)
+
+    # ---- checkpoints
+
+    def known(self) -> list[int]:
+        """All versions that shards may have."""
+        return sorted({*self._holds, *self._unpinned})
+
+    def restore(self, newest: int, floor: int | None, known: Iterable[int]) -> None:
+        """Go on at `newest` and `floor`, where shards may have the versions that were `known`."""
+        self.newest, self.floor = newest, floor
+        self._holds = {}
+        for version in (newest, floor):
+            if version is not None:
+                self._hold(version)
+        self._unpinned = [version for version in known if version not in self._holds]

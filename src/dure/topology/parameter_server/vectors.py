@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable
 
     from dure.topology.parameter_server.apply import Updater
-    from dure.topology.parameter_server.buffers import Buffer
     from dure.topology.parameter_server.staging import StagingArea
-    from dure.topology.parameter_server.versions import Versions
+    from dure.topology.parameter_server.versions import Buffer, Versions
+
 
 BLOCK = 1 << 15
 """Elements of a dot product that are made double at a time."""

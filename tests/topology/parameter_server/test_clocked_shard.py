@@ -25,12 +25,12 @@ from dure.runtime.process.node import ProcessNode
 from dure.runtime.virtual.cluster import Cluster, Link, Machines
 from dure.runtime.virtual.compute import Constant, LogNormal
 from dure.runtime.wire import Identity, WireLimits
+from dure.topology.parameter_server.admission import Policy
 from dure.topology.parameter_server.client import ServerClient
 from dure.topology.parameter_server.clock import ClockService
-from dure.topology.parameter_server.fused import NAME, clocked_at, serve_clock
 from dure.topology.parameter_server.layout import ServerLayout
-from dure.topology.parameter_server.policies import Barrier, Bounded, FirstOf, Policy
-from dure.topology.parameter_server.shard import Shard
+from dure.topology.parameter_server.policies import Barrier, Bounded, FirstOf
+from dure.topology.parameter_server.shard import NAME, Shard, clocked_at, serve_clock
 
 NUMEL = 7
 FAR = Link(bandwidth=1e12, latency=5e-3)

@@ -10,21 +10,8 @@ from typing import Any
 import pytest
 from support.wording import raising
 
-from dure.topology.parameter_server.policies import (
-    Abort,
-    Accept,
-    AnyOf,
-    Barrier,
-    Bounded,
-    Close,
-    FirstOf,
-    Policy,
-    Refuse,
-    Start,
-    Verdict,
-    most,
-)
-from dure.topology.parameter_server.policies.roster import Clocks
+from dure.topology.parameter_server.admission import Abort, Accept, Clocks, Close, Policy, Refuse, Start, Verdict, most
+from dure.topology.parameter_server.policies import AnyOf, Barrier, Bounded, FirstOf
 
 POLICIES = {
     "barrier": Barrier,

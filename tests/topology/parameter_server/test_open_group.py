@@ -9,19 +9,8 @@ from dataclasses import dataclass, field
 import pytest
 from support.purposes import soaked
 
-from dure.topology.parameter_server.policies import (
-    Abort,
-    Accept,
-    AnyOf,
-    Close,
-    End,
-    FirstOf,
-    Policy,
-    Refuse,
-    Start,
-    Verdict,
-    most,
-)
+from dure.topology.parameter_server.admission import Abort, Accept, Close, End, Policy, Refuse, Start, Verdict, most
+from dure.topology.parameter_server.policies import AnyOf, FirstOf
 
 Event = tuple[str, int]
 

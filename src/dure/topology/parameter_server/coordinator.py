@@ -23,7 +23,9 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from dure.core.deployment import rank_of_worker
@@ -31,14 +33,125 @@ from dure.core.node import Address, Call, EndOfWork, Operation, Reply, TensorSpe
 from dure.core.protocol import COUNT, OWN, TRUTH, WORKERS, Method, nullable
 from dure.errors import DureError, Evicted, PeerLost, Refused
 from dure.topology.fields import REPORT
-from dure.topology.parameter_server.batch.portions import Portions, Run
-from dure.topology.parameter_server.progress import EVICT_SECONDS, ProgressMonitor
+from dure.topology.parameter_server.clock import EVICT_SECONDS, ProgressMonitor
+from dure.topology.parameter_server.shard import Shard
 
 if TYPE_CHECKING:
     from dure.core.meter import Meter
     from dure.core.node import Node
     from dure.job.data.batches import Batches
     from dure.topology.parameter_server.clock import ClockService
+
+
+Run = tuple[int, int]
+"""Portions from the first up to but without the second."""
+
+
+class Portions:
+    """The portions of one batch after another, for `workers` ranks; at most `most` are given out at a time.
+
+    Many small portions, so that no worker waits long for a slow one:
+
+        free        |0 ---------- 9|10 -------- 19|20 -------- 29|     each worker begins at a place of its own
+        worker 0     ==>            |              |                    and goes on where it left off (affinity)
+        worker 1                     ======>       |
+        worker 2                                    =============|      has no more: goes to the middle of the
+                                        x=>                             longest stretch that is left
+        nothing is free             what others still work on is given out again; the first result counts
+
+    A worker gets several portions at once, as many as it can do in half of the time that is left, judging by its last
+    ones: so the last ones are given out one by one. All of this is decided here, without input or output.
+
+    `left` counts those that have no result yet. Times are in seconds, of any clock.
+    """
+
+    def __init__(self, workers: int, most: int = 1) -> None:
+        self.workers = workers
+        self.most = most
+        self._pace: dict[int, float] = {}
+        self.begin(0)
+
+    def begin(self, count: int) -> None:
+        """A new batch of `count` portions. What was given out of the last one is forgotten."""
+        self.count = self.left = count
+        self._free: list[Run] = [(0, count)] if count else []
+        self._finished = bytearray(count)
+        self._copies: Counter[int] = Counter()
+        self._given: dict[int, tuple[Run, float]] = {}
+        self._next: dict[int, int] = {}
+
+    def give(self, worker: int, now: float) -> Run | None:
+        """What `worker` does next; it works on nothing else any more. None if there is nothing to do."""
+        self.drop(worker)
+        run = self._take(worker) if self._free else self._backup()
+        if run is not None:
+            self._given[worker] = (run, now)
+            self._copies.update(range(*run))
+            self._next[worker] = run[1]
+        return run
+
+    def finish(self, worker: int, run: Run, now: float) -> bool:
+        """A worker's sum over `run` is there. Whether it counts: not if any part of it has been counted already."""
+        given = self._given.get(worker)
+        if given is not None and given[0] == run:
+            self._pace[worker] = max((now - given[1]) / (run[1] - run[0]), 1e-9)
+        if any(self._finished[portion] for portion in range(*run)):
+            return False
+        for portion in range(*run):
+            self._finished[portion] = 1
+        self.left -= run[1] - run[0]
+        return True
+
+    def drop(self, worker: int) -> None:
+        """What `worker` was given is done by others, unless it is finished."""
+        run, _ = self._given.pop(worker, ((0, 0), 0.0))
+        for portion in range(*run):
+            self._copies[portion] -= 1
+            if not self._copies[portion] and not self._finished[portion]:
+                self._put_back(portion)
+
+    def leave(self, worker: int) -> None:
+        """It is gone."""
+        self.drop(worker)
+        self._pace.pop(worker, None)
+        self._next.pop(worker, None)
+
+    def _put_back(self, portion: int) -> None:
+        joined: list[Run] = []
+        for low, high in sorted([*self._free, (portion, portion + 1)]):
+            if joined and joined[-1][1] == low:
+                joined[-1] = (joined[-1][0], high)
+            else:
+                joined.append((low, high))
+        self._free = joined
+
+    def _take(self, worker: int) -> Run:
+        """Free portions: from where it left off, else from the middle of the longest stretch."""
+        start = self._next.get(worker, worker % self.workers * self.count // self.workers)
+        place = next((i for i, (low, high) in enumerate(self._free) if low <= start < high), None)
+        if place is None:
+            place = max(range(len(self._free)), key=lambda i: self._free[i][1] - self._free[i][0])
+            start = sum(self._free[place]) // 2
+        low, high = self._free[place]
+        stop = min(start + self._share(worker), high)
+        self._free[place : place + 1] = [run for run in ((low, start), (stop, high)) if run[0] < run[1]]
+        return start, stop
+
+    def _share(self, worker: int) -> int:
+        """How many portions it can do in half of the time that all need for the free ones; one if nobody knows."""
+        pace = self._pace.get(worker)
+        if pace is None:
+            return 1
+        free = sum(high - low for low, high in self._free)
+        seconds = free / sum(1 / each for each in self._pace.values())
+        return max(1, min(self.most, int(seconds / 2 / pace)))
+
+    def _backup(self) -> Run | None:
+        """A portion that others work on: the one that fewest do, the oldest first."""
+        out = [p for run, _ in self._given.values() for p in range(*run) if not self._finished[p]]
+        portion = min(out, key=lambda portion: self._copies[portion], default=None)
+        return None if portion is None else (portion, portion + 1)
+
 
 Command = tuple[Any, ...]
 """A command to the shards (`vectors`): its name and its arguments."""
@@ -300,3 +413,84 @@ class Coordinator:
             return None
         self._progress.begin(worker)
         return {**self._task, "run": run}
+
+
+class _JointAsk(NamedTuple):
+    """Calls of the workers of a copy, by number in it. Once there is one of each, `answer` is the coordinator's."""
+
+    calls: dict[int, Call]
+    answer: Operation[Operation[Reply]]
+
+
+class JointAsks:
+    """The service of a coordinator to copies of the model with `size` workers each, on `node`, as DistBelief's are.
+
+        workers of a copy                                     server 0
+          each asks, with its report ------------------------>  JointAsks: once all have, one ask of the copy
+          <----------------------------- the same portions ---  the coordinator
+          each computes its part of the gradients
+          each stages its sum at the servers of its part
+
+                                  servers of every part         the coordinator
+                                  <--- commands to `orders` ---   one vector has its slices at all of them
+
+    Each part of the model has servers of its own, whose callers are known by their numbers among the workers of the
+    part. The coordinator is outside of that, so it calls a service of its own on them.
+
+    The coordinator knows copies: copy number i is worker i to it. Worker j of copy i is number `i * size + j`.
+    """
+
+    protocol: ClassVar[Mapping[str, Method]] = Coordinator.protocol
+
+    def __init__(self, coordinator: Coordinator, node: Node, size: int) -> None:
+        self._coordinator = coordinator
+        self._node = node
+        self._size = size
+        self._open: dict[int, _JointAsk] = {}
+
+    def handle(self, call: Call) -> Reply | Awaitable[Reply]:
+        if call.method not in self.protocol:
+            return self._coordinator.handle(call)
+        copy, worker = divmod(call.fields["worker"], self._size)
+        if copy not in self._open:
+            self._open[copy] = _JointAsk({}, self._node.promise(f"the asks of all workers of copy {copy} of the model"))
+        ask = self._open[copy]
+        again = worker in ask.calls
+        ask.calls[worker] = call
+        if len(ask.calls) == self._size and not again:
+            calls = [each for _, each in sorted(ask.calls.items())]
+            answer = self._coordinator.asked(replace(call, fields=joint_fields(copy, calls)))
+            answer.when_done(lambda: self._open.__delitem__(copy))
+            ask.answer.resolve(answer)
+        return self._answered(ask)
+
+    async def _answered(self, ask: _JointAsk) -> Reply:
+        answer: Operation[Reply] = await ask.answer
+        return await answer
+
+    def expects(self, method: str) -> Sequence[TensorSpec]:
+        return ()
+
+
+def joint_fields(copy: int, asks: Sequence[Call]) -> dict[str, Any]:
+    """The fields of the one ask. A sum counts only if all of its parts are staged and finite."""
+    fields = {**asks[0].fields, "worker": copy, "due": any(call.fields["due"] for call in asks)}
+    reports = [call.fields["report"] for call in asks]
+    if reports[0] is not None and not all(report["losses"] for report in reports):
+        fields["report"] = {**reports[0], "losses": []}
+    return fields
+
+
+class ShardOrders:
+    """The service `orders` of a server: a coordinator's commands to its `shard`."""
+
+    protocol: ClassVar[Mapping[str, Method]] = {"order": Shard.protocol["order"]}
+
+    def __init__(self, shard: Shard) -> None:
+        self._shard = shard
+
+    def handle(self, call: Call) -> Reply | Awaitable[Reply]:
+        return self._shard.handle(call)
+
+    def expects(self, method: str) -> Sequence[TensorSpec]:
+        return ()

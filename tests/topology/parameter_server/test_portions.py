@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from dure.topology.parameter_server.batch.portions import Portions
+from dure.topology.parameter_server.coordinator import Portions
 
 
 def work_through(portions, count, speeds):

@@ -28,7 +28,7 @@ from dure.run.servers import build_server
 from dure.run.work_through import work_through
 from dure.run.workers import build_worker
 from dure.sync import membership
-from dure.topology.parameter_server.batch.coordinator import COORDINATOR
+from dure.topology.parameter_server.coordinator import COORDINATOR
 
 DIM, SAMPLES, STEPS = 5, 64, 4
 CURVATURE = torch.tensor([0.25, 0.5, 1.0, 1.5, 0.75], dtype=torch.float64)
@@ -196,8 +196,7 @@ def test_portions_are_done_more_than_once_here():
 @pytest.mark.parametrize("fault", ["counts twice", "counts late", "forgets the dead"])
 def test_a_fault_is_noticed(fault, monkeypatch):
     """Negative controls: sums that are counted twice, sums for an earlier point, portions that nobody does."""
-    from dure.topology.parameter_server.batch.coordinator import Coordinator
-    from dure.topology.parameter_server.batch.portions import Portions
+    from dure.topology.parameter_server.coordinator import Coordinator, Portions
 
     finish, take = Portions.finish, Coordinator._take
     if fault == "counts twice":

@@ -11,10 +11,9 @@ from dure.core.node import Address
 from dure.core.ranges import pieces
 from dure.errors import Evicted, Refused
 from dure.job.optimizer import OptimizerSpec
-from dure.topology.parameter_server.batch.vector_client import VectorClient
 from dure.topology.parameter_server.client import ServerClient
-from dure.topology.parameter_server.layout import ServerLayout
-from dure.topology.parameter_server.placement import split
+from dure.topology.parameter_server.layout import ServerLayout, split
+from dure.topology.parameter_server.portion_client import VectorClient
 from dure.topology.parameter_server.shard import Shard
 
 NUMEL = 11

@@ -1,1 +1,0 @@
-"""Batch methods over servers: a coordinator, portions of data, vectors on the shards."""
