@@ -157,7 +157,7 @@ def test_who_catches_everything_is_a_runtime_and_passes_it_on():
     allowed = (
         "core/node.py",
         "runtime/",
-        "run/snapshot_evaluator.py",
+        "run/history.py",
         "planner/probe/measure.py",
         "partition/tensor/computation.py",
     )

@@ -21,7 +21,7 @@ from dure.rl.rate_limiter import RateLimiter
 from dure.rl.replay import Replay
 from dure.rl.replay_service import MOST, ReplayService
 from dure.rl.transitions import FRAMES, Column, FrameLayout, Layout
-from dure.run.companion_tracker import MOST_FIGURES, CompanionTracker
+from dure.run.supervisor import MOST_FIGURES, CompanionTracker
 from dure.runtime.process.node import ProcessNode
 from dure.runtime.wire import Identity
 

@@ -10,8 +10,8 @@ from support.wording import raising
 from dure.core.deployment import ACTOR, REPLAY, Deployment, NodeId, NodeSpec, WhenLost
 from dure.core.node import Call
 from dure.errors import DureError
-from dure.run.companion_tracker import AGAIN_SECONDS, GONE_SECONDS, CompanionTracker
-from dure.run.restart_policy import LIMIT
+from dure.run.failures import LIMIT
+from dure.run.supervisor import AGAIN_SECONDS, GONE_SECONDS, CompanionTracker
 
 KILLED, RAISED = -9, 1
 

@@ -7,8 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from dure.core.deployment import WORKER, Deployment, NodeId, NodeSpec
-from dure.run.progress import RunProgress
-from dure.run.roster import ProcessRoster
+from dure.run.roster import ProcessRoster, RunProgress
 
 
 def report(steps, at=0, **fields):

@@ -16,14 +16,14 @@ from support.wording import raising
 
 from dure.core.state import State
 from dure.errors import DureError
-from dure.run import checkpoint, restart_policy
+from dure.run import checkpoint, failures
 from dure.run.callbacks import Callbacks
 from dure.run.config import TrainConfig
 
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch):
-    monkeypatch.setattr(restart_policy, "BACK_OFF_SECONDS", 0.05)
+    monkeypatch.setattr(failures, "BACK_OFF_SECONDS", 0.05)
 
 
 def applied_of(part: State) -> list[tuple[int, int, int]]:
@@ -198,7 +198,7 @@ def test_the_clock_of_updates_on_arrival_takes_everybody_back(tmp_path, fork_ser
 
 
 def test_a_server_that_dies_again_and_again_is_given_up(tmp_path, fork_server, monkeypatch):
-    monkeypatch.setattr(restart_policy, "BACK_OFF_SECONDS", 0.01)
+    monkeypatch.setattr(failures, "BACK_OFF_SECONDS", 0.01)
     options = {"workers": 2, "steps": 100_000, "checkpoint_every": 20, "out": tmp_path / "run"}
     trial = Trial(configured("waits_now_and_then", "downpour ps:shards=2", **options))
     began = []
@@ -210,7 +210,7 @@ def test_a_server_that_dies_again_and_again_is_given_up(tmp_path, fork_server, m
 
     with raising(DureError, "server 1"):
         trial.run(act, fork_server=fork_server)
-    assert len(set(began)) == 1 + restart_policy.LIMIT
+    assert len(set(began)) == 1 + failures.LIMIT
 
 
 def test_without_a_checkpoint_yet_the_run_ends(tmp_path, fork_server):
@@ -229,6 +229,6 @@ def test_the_pause_before_a_restart_doubles_each_time(tmp_path):
     (tmp_path / "LATEST").touch()
     options = {"workers": 2, "checkpoint_every": 10, "out": tmp_path}
     setup, _ = resolved("quadratic", "bsp ps:shards=2", on="local", **options)
-    policy = restart_policy.RestartPolicy(setup, tmp_path)
-    pauses = [policy.together(["server 1"], []) for _ in range(restart_policy.LIMIT + 1)]
+    policy = failures.RestartPolicy(setup, tmp_path)
+    pauses = [policy.together(["server 1"], []) for _ in range(failures.LIMIT + 1)]
     assert pauses == [0.05, 0.1, 0.2, 0.4, 0.8, None]

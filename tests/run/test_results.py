@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dure.run.outcome import Totals
-from dure.run.results import Delivered, count_servers, count_steps, count_updates, merged_buffers, model_of_workers
+from dure.run.snapshots import Delivered, count_servers, count_steps, count_updates, merged_buffers, model_of_workers
 
 
 def setup(*, needs_everybody=False):

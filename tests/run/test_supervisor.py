@@ -10,10 +10,8 @@ from support.wording import raising
 
 from dure.core.deployment import SERVER, WORKER, Deployment, NodeId, NodeSpec, WhenLost
 from dure.errors import DureError
-from dure.run.failures import FailureTracker
-from dure.run.liveness import FORK_SERVER
-from dure.run.progress import RunProgress
-from dure.run.roster import ProcessRoster
+from dure.run.failures import FORK_SERVER, FailureTracker
+from dure.run.roster import ProcessRoster, RunProgress
 from dure.run.supervisor import Supervisor
 from dure.runtime.wire import Loss
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import fields
 
-from dure.run.virtual_attendance import Attendance
+from dure.run.virtual_membership import Attendance
 
 
 def test_a_checkpoint_keeps_all_of_it():

@@ -22,7 +22,7 @@ from dure.run.prebuilt import Prebuilt
 from dure.run.resolve import resolve
 from dure.run.strategy import Strategy
 from dure.run.virtual import VirtualRun
-from dure.run.worker_memory import memory_use
+from dure.run.workers import memory_use
 from dure.runtime.virtual.compute import Constant
 from dure.sync.base import Periodic, traits_of
 from dure.topology.collective.choice import Collective

@@ -1,32 +1,106 @@
-"""Schedules the checkpoints of a real run, and the step boundaries at which its workers stop for them.
-
-| checkpoint  | method                         | where workers stop                                                    |
-|-------------|--------------------------------|-----------------------------------------------------------------------|
-| that is due | all workers at one clock       | at the clock that is due                                              |
-|             | workers at clocks of their own | the first at the clock that is due, the others at their next boundary |
-| before that | all workers at one clock       | at a clock that none has reached; a worker that has passed it, or has |
-|             |                                | begun the mini-batch after it, refuses, and a later one is tried      |
-|             | workers at clocks of their own | each at its next step boundary                                        |
-"""
+"""The checkpoints of a real run: when each is due, its round over all processes, and the last one after a signal."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import signal
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dure.core.log import log
 from dure.core.node import Call, Reply
-from dure.errors import Refused
-from dure.run.checkpoint_round import CheckpointRound
+from dure.core.state import State
+from dure.errors import CheckpointError, DureError, Refused, RemoteError
+from dure.run import checkpoint
 
 if TYPE_CHECKING:
-    from dure.core.state import State
-    from dure.run.commands import Commands
-    from dure.run.progress import RunProgress
-    from dure.run.roster import ProcessRoster
+    from dure.core.node import Operation, Task
+    from dure.run.roster import Commands, ProcessRoster, RunProgress
     from dure.run.setup import Setup
+    from dure.runtime.launch.interruption import Interruption
     from dure.runtime.process.node import ProcessNode
+
+
+class CheckpointRound:
+    """The state of one checkpoint. `living` gives the workers that it must wait for at the moment.
+
+    All workers stop and continue together, also after an error: a part that cannot be written costs this checkpoint,
+    not the run.
+    """
+
+    def __init__(self, node: ProcessNode, folder: Path, step: int, living: Callable[[], set[str]]) -> None:
+        self.folder = folder
+        self.step = step
+        self.draft = folder / f"step-{step}.tmp"
+        self.problem: str | None = None
+        self._living = living
+        self._stopped: set[str] = set()
+        self._written: set[str] = set()
+        self.all_stopped: Operation[None] = node.promise("all workers to stop for the checkpoint")
+        self.all_written: Operation[None] = node.promise("all workers to write their parts of the checkpoint")
+        self.committed: Operation[None] = node.promise("the checkpoint to be complete")
+
+    def stopped(self, worker: str) -> None:
+        self._stopped.add(worker)
+        self.look()
+
+    def written(self, worker: str, problem: str | None) -> None:
+        """Note that a worker has written its part, or could not because of `problem`."""
+        self._written.add(worker)
+        self.problem = self.problem or problem
+        self.look()
+
+    def waits_for(self) -> set[str]:
+        """The workers that have not stopped yet."""
+        return self._living() - self._stopped
+
+    def look(self) -> None:
+        """Continue if the missing workers have failed or finished. A worker that comes later is not part of it."""
+        if not self.all_stopped.done and not self.waits_for():
+            self.all_stopped.resolve()
+        if self.all_stopped.done and self._stopped & self._living() <= self._written:
+            self.all_written.resolve()
+
+    async def carry_out(
+        self,
+        suspend: Callable[[], Awaitable[None]],
+        save_servers: Callable[[Path], Awaitable[None]],
+        driver_part: Callable[[], State],
+    ) -> None:
+        """Carry out the round, once the first worker has stopped."""
+        with self._noting_problems():
+            checkpoint.begin(self.folder, self.step)
+        await suspend()
+        await self.all_stopped
+        with self._noting_problems():
+            await save_servers(self.draft)
+            checkpoint.write_part(self.draft, "run", driver_part())
+        await self.all_written
+        with self._noting_problems():
+            if self.problem is None:
+                self._remove_failed()
+                checkpoint.commit(self.folder, self.step)
+                checkpoint.prune(self.folder)
+        if self.problem is not None:
+            checkpoint.discard(self.folder, self.step)
+            log.warning("checkpoint %d was not written: %s", self.step, self.problem)
+        self.committed.resolve()
+
+    def _remove_failed(self) -> None:
+        """Remove the part of a worker that failed after it had stopped: when it comes back it is a new worker."""
+        for name in self._stopped - self._living():
+            for path in self.draft.glob(f"{name.replace(' ', '-')}.*"):
+                path.unlink()
+
+    @contextmanager
+    def _noting_problems(self) -> Iterator[None]:
+        try:
+            yield
+        except (CheckpointError, RemoteError) as error:
+            self.problem = self.problem or str(error)
+
 
 AHEAD_SECONDS = 0.2
 """Seconds from the choice of a common clock to the stop at it: longer than a message takes."""
@@ -166,3 +240,40 @@ class CheckpointSchedule:
         if not self._lockstep:
             for name in sorted(self.round.waits_for()):  # a frozen one gives no answer
                 self._commands.call(name, "suspend", step=self.due)
+
+
+class LastCheckpoint:
+    """Has `schedule` write a checkpoint once `interruption` has come, in at most `grace` seconds.
+
+    Before the run has `begun` there is nothing to write.
+    """
+
+    def __init__(
+        self, schedule: CheckpointSchedule, begun: Operation[None], interruption: Interruption, grace: float
+    ) -> None:
+        self._schedule = schedule
+        self._begun = begun
+        self._interruption = interruption
+        self._grace = grace
+        self._writing: Task[None] | None = None
+
+    def look(self) -> None:
+        """Raise `Interrupted` once the checkpoint is written, or there will be none."""
+        number = self._interruption.number
+        if number is None:
+            return
+        if self._writing is None:
+            if not (self._begun.done and self._schedule.can_write and self._grace):
+                self._interruption.check()
+            log.warning("%s: the run ends with a checkpoint, within %g s.", signal.Signals(number).name, self._grace)
+            self._writing = self._schedule.node.spawn(self._schedule.write_now(), "the last checkpoint")
+            self._writing.when_done(lambda: None)  # its error is raised below
+        if self._writing.done:
+            try:
+                self._writing.result()
+            except DureError as error:
+                log.warning("no checkpoint was written: %s", error)
+            self._interruption.check()
+        if self._interruption.seconds > self._grace:
+            log.warning("no checkpoint was written within %g s; --grace gives a run more time.", self._grace)
+            self._interruption.check()

@@ -47,23 +47,15 @@ from dure.core.protocol import (
 from dure.core.state import State
 from dure.errors import Refused, RemoteError
 from dure.run import checkpoint
-from dure.run.checkpoint_schedule import CheckpointSchedule
-from dure.run.commands import Commands
-from dure.run.companion_tracker import CompanionTracker
-from dure.run.failures import FailureTracker
+from dure.run.checkpoint_schedule import CheckpointSchedule, LastCheckpoint
+from dure.run.failures import FailureTracker, LivenessLimits, LivenessMonitor, RestartPolicy
 from dure.run.history import History
-from dure.run.last_checkpoint import LastCheckpoint
 from dure.run.launcher import Launcher
-from dure.run.liveness import LivenessLimits, LivenessMonitor
-from dure.run.outcome import Outcome
+from dure.run.outcome import Outcome, count_stages
 from dure.run.process import COUNTED, FaultSettings
-from dure.run.progress import RunProgress
-from dure.run.registration import Registration
-from dure.run.restart_policy import RestartPolicy
-from dure.run.results import Delivered, Results, merged_buffers
-from dure.run.roster import ProcessRoster
-from dure.run.stage_figures import count_stages
-from dure.run.supervisor import Supervisor
+from dure.run.roster import Commands, ProcessRoster, Registration, RunProgress
+from dure.run.snapshots import Delivered, Results, merged_buffers
+from dure.run.supervisor import CompanionTracker, Supervisor
 from dure.runtime.launch.engine_store import EngineStore
 from dure.runtime.launch.interruption import Interruption
 from dure.runtime.process.node import ProcessNode

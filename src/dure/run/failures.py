@@ -1,30 +1,216 @@
-"""Tracks failed processes of a real run, their causes, and whether a failure ends the run.
-
-The end of a connection shows a failure within milliseconds; the launcher knows the cause a moment later. An error that
-ends the run is raised once its cause is known. The failure of a worker ends a run only if every worker is needed. An
-error that a worker reports itself ends every run, unless the failure of another process explains it better.
-"""
+"""Failed and frozen processes of a real run: how they are seen, which start again, and when a failure ends the run."""
 
 from __future__ import annotations
 
 import shlex
 import signal
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dure import errors
 from dure.core.deployment import REPLAY, SERVER, WORKER, Deployment, NodeId, WhenLost
 from dure.core.folder_names import LATEST
 from dure.core.log import log
 from dure.errors import DureError, RemoteError
-from dure.run.restart_policy import LIMIT
+from dure.runtime.heartbeat import PERIOD_SECONDS, BeatPipe, Silence
+from dure.runtime.launch.fork_server import LOADER as FORK_SERVER
+from dure.runtime.launch.process_state import cpu_seconds, is_stopped
 
 if TYPE_CHECKING:
+    from dure.run.config import Options
     from dure.run.launcher import Launcher
-    from dure.run.restart_policy import RestartPolicy
     from dure.run.roster import ProcessRoster
+    from dure.run.setup import Setup
     from dure.runtime.process.loop import ProcessLoop
+
+
+COMPUTES_SECONDS = 0.1
+"""Processor seconds that show that a process without heartbeats computes in native code."""
+
+SENT = 8
+"""Heartbeats that must be missing before a process counts as frozen: one that is lost or late changes nothing."""
+
+SURE_SECONDS = 2.0
+"""Seconds without a heartbeat after which the processor time of a process is read."""
+
+__all__ = ["FORK_SERVER", "LivenessLimits", "LivenessMonitor"]
+
+
+class LivenessLimits(NamedTuple):
+    """Seconds after which a frozen or slow process is logged, and after which a frozen one is given up."""
+
+    warn_after: float
+    frozen_after: float
+
+    @classmethod
+    def of(cls, config: Options) -> LivenessLimits:
+        """The limits that `config` sets."""
+        warn_after = config.frozen_after / 3 if config.warn_after is None else config.warn_after
+        return cls(warn_after, config.frozen_after)
+
+
+class LivenessMonitor:
+    """Receives the heartbeats of a run's processes through `beats`, the pipe of their launcher.
+
+    `pids` gives the numbers of the processes on this machine, with that of the fork server. A process is monitored from
+    its first heartbeat on, and a process of this machine from its start.
+    """
+
+    def __init__(self, beats: BeatPipe, limits: LivenessLimits, pids: Callable[[], Mapping[str, int]]) -> None:
+        self.limits = limits
+        self._pids = pids
+        self._beats = beats
+        self._silence = Silence()
+        self._idle = Silence()
+        self._clocks: dict[str, int] = {}
+        self._computed: dict[str, float] = {}
+        self._named: dict[str, str] = {}
+
+    def admit(self, name: str) -> list[Any]:
+        """Monitor a new incarnation of a process; returns the `heartbeat` of its `LaunchSpec`."""
+        for tracked in (self._silence, self._idle):
+            tracked.forget(name)
+        for known in (self._clocks, self._computed, self._named):
+            known.pop(name, None)
+        period = min(PERIOD_SECONDS, self.limits.frozen_after / SENT)
+        return [self._beats.sink, self._beats.admit(name), period]
+
+    def look(self, watched: Collection[str]) -> None:
+        """Receive heartbeats, and count the time of the `watched` processes that sent none."""
+        self._silence.pass_time()
+        self._idle.pass_time()
+        for name, clock, waiting in self._beats.received():
+            self._hear(name)
+            if waiting or self._clocks.get(name) != clock:
+                self._idle.heard(name)
+            self._clocks[name] = clock
+        pids = self._pids()
+        for name in watched:
+            if name in pids:
+                self._look_at_process(name, pids[name])
+            self._name(name)
+
+    def frozen(self, watched: Collection[str]) -> list[str]:
+        """The `watched` processes that must be given up."""
+        return [name for name in watched if self._silence.seconds(name) >= self.limits.frozen_after]
+
+    def described(self, watched: Sequence[str]) -> str:
+        """The frozen and slow processes in words, for the progress line; empty if there are none."""
+        return ", ".join(f"{name} {state}" for name in watched if (state := self._named.get(name)))
+
+    def _hear(self, name: str) -> None:
+        self._silence.heard(name)
+        self._computed.pop(name, None)
+
+    def _look_at_process(self, name: str, pid: int) -> None:
+        """Monitor a process of this machine from its start; processor time counts as a heartbeat.
+
+        The fork server has no thread for heartbeats, as threads do not survive a fork: it is frozen if it is stopped.
+        """
+        if name not in self._silence or (name == FORK_SERVER and not is_stopped(pid)):
+            self._silence.heard(name)
+        elif self._silence.seconds(name) >= min(SURE_SECONDS, self.limits.warn_after / 2):
+            used = cpu_seconds(pid)
+            if used >= self._computed.setdefault(name, used) + COMPUTES_SECONDS:
+                self._hear(name)
+
+    def _name(self, name: str) -> None:
+        """Log a change of a process's state."""
+        limits, state = self.limits, ""
+        if self._silence.seconds(name) >= limits.warn_after:
+            state = "frozen"
+        elif self._idle.seconds(name) >= limits.warn_after and name.startswith("worker"):
+            state = "slow"
+        before = self._named.get(name, "")
+        if state == before:
+            return
+        self._named[name] = state
+        if state == "frozen":
+            left = f"after {limits.frozen_after:g} s it is given up"
+            log.warning("%s is frozen: no heartbeat for %g s; %s.", name, limits.warn_after, left)
+        elif before == "frozen":
+            log.warning("%s is no longer frozen.", name)
+
+
+LIMIT = 5
+"""Restarts of one process in a run."""
+
+BACK_OFF_SECONDS = 0.5
+"""Seconds before a process is started again the first time; twice as long each time after."""
+
+RETURN_SECONDS = 60.0
+"""Seconds in which workers wait for a failed server."""
+
+
+class RestartPolicy:
+    """Counts restarts of processes, and schedules them. `folder` holds the run's checkpoints."""
+
+    def __init__(self, setup: Setup, folder: Path | None) -> None:
+        self.folder = folder
+        saving = folder is not None and bool(setup.config.checkpoint_every)
+        self._deployment = setup.deployment
+        self.alone = saving and setup.topology.server_lost is WhenLost.RESTART_ALONE
+        self.made: Counter[str] = Counter()
+        self._due: dict[str, float] = {}
+
+    @property
+    def return_seconds(self) -> float:
+        """Seconds in which workers wait for a failed server; 0 if no server is started again alone."""
+        return RETURN_SECONDS if self.alone else 0.0
+
+    @property
+    def awaited(self) -> Collection[str]:
+        """Failed servers that will be started again alone."""
+        return self._due.keys()
+
+    def possible(self, name: str) -> bool:
+        """Whether a process can be started again, alone or with all others."""
+        saved = self.folder is not None and (self.folder / LATEST).exists()
+        return saved and self.made[name] < LIMIT
+
+    def failed(self, name: str, now: float) -> None:
+        """Schedule the restart of a failed server, if it can be started alone."""
+        if self.alone and name != "server 0" and self.possible(name):
+            self._due[name] = now + self.back_off(name)
+
+    def due(self, now: float, exited: Mapping[str, int]) -> list[str]:
+        """The servers to be started now; their processes have ended."""
+        found = [name for name, when in self._due.items() if when <= now and name in exited]
+        for name in found:
+            del self._due[name]
+            self.count(name)
+            log.warning("%s is started again from the last checkpoint: updates since then are lost on it.", name)
+        return found
+
+    def back_off(self, name: str) -> float:
+        """Seconds until a failed process is started again."""
+        return float(BACK_OFF_SECONDS * 2 ** self.made[name])
+
+    def together(self, failed: Collection[str], killed: Collection[str]) -> float | None:
+        """Seconds until all processes go back to the checkpoint after some have failed; None if they cannot.
+
+        `killed` are those that no error of their own has ended.
+        """
+        causes = sorted(name for name in failed if self._takes_back(name, name in killed))
+        if not causes or not all(map(self.possible, causes)):
+            return None
+        pause = max(map(self.back_off, causes))
+        self._due.clear()
+        for name in causes:
+            self.count(name)
+        log.warning("all processes are started again from the last checkpoint, because of %s.", ", ".join(causes))
+        return pause
+
+    def _takes_back(self, name: str, killed: bool) -> bool:
+        """Whether all processes go back after the failure of one."""
+        serves = NodeId.of(name).kind == SERVER
+        return serves or (killed and self._deployment[name].when_lost is WhenLost.ROLL_BACK)
+
+    def count(self, name: str) -> None:
+        self.made[name] += 1
+
 
 EXPLAIN_SECONDS = 3.0
 """Seconds to wait until the launcher knows an exit status: it needs milliseconds, unless the machine is busy."""

@@ -1,4 +1,4 @@
-"""The counts of a run, its outcome, and the summary of both."""
+"""The counts of a run and of its stages, its outcome, and the summary of all."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from typing import TYPE_CHECKING, Any
 from dure.core.mixing import mixing
 from dure.errors import DureError
 from dure.job.replica import digest
+from dure.partition.source import StageSource
 from dure.report.metrics import TimeShare, VersionCounts
-from dure.run.devices import in_summary
-from dure.run.numerics import numerics
+from dure.run.devices import CPU, in_summary
 
 if TYPE_CHECKING:
     import torch
 
     from dure.core.meter import Span
     from dure.run.setup import Setup
+    from dure.sync.worker import Worker
+
 
 DRAWN = 128
 """Workers up to which the record of a run holds the graph of their gossip."""
@@ -162,3 +164,42 @@ def _graph(setup: Setup) -> dict[str, Any]:
             "edges": [list(edge) for edge in setup.topology.graph.edges],
         }
     }
+
+
+def figures_of(worker: Worker) -> dict[str, Any]:
+    """The figures of a worker's stage; nothing for a worker with a whole model."""
+    return worker.source.figures if isinstance(worker.source, StageSource) and worker.clock else {}
+
+
+def count_stages(totals: Totals, found: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The figures of all stages, by worker, as the part "pipeline" of a summary; nothing without stages.
+
+    The staleness of a run without servers is that of the updates of all stages.
+    """
+    stages = {name: dict(figures) for name, figures in found.items() if figures}
+    if not stages:
+        return {}
+    if not totals.per_shard:
+        totals.staleness = VersionCounts()
+        for figures in stages.values():
+            totals.staleness.merge(VersionCounts.of(figures["staleness"]))
+    return {"pipeline": stages}
+
+
+def numerics(devices: Sequence[str]) -> dict[str, Any]:
+    """The entry of a run's summary on the numerics of its `devices`; none for a run on the CPU alone.
+
+    `matmul` and `convolution` are PyTorch's precision of float32 under CUDA: "tf32", "ieee", or "none" for the default.
+    `deterministic` says whether operations without a deterministic form were refused.
+    """
+    if not set(devices) - {CPU}:
+        return {}
+    import torch
+
+    backends = torch.backends
+    found = {
+        "matmul": backends.cuda.matmul.fp32_precision,
+        "convolution": backends.cudnn.conv.fp32_precision,  # type: ignore[attr-defined]
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+    }
+    return {"numerics": found}

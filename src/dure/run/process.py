@@ -30,12 +30,10 @@ from dure.partition.source import StageSource
 from dure.report.metrics import VersionCounts
 from dure.run import checkpoint
 from dure.run.checkpoint import Parts
+from dure.run.outcome import figures_of
 from dure.run.servers import build_server
 from dure.run.snapshots import DRIVER_ADDRESS, Snapshots
-from dure.run.stage_figures import figures_of
-from dure.run.work_through import work_through
-from dure.run.worker_memory import check_process_memory
-from dure.run.workers import build_worker, restore_worker
+from dure.run.workers import build_worker, check_process_memory, restore_worker, work_through
 from dure.runtime.launch.engine_store import connected
 from dure.runtime.launch.machine_memory import memory_limit
 from dure.runtime.launch.own_address import lead_engine, one_family

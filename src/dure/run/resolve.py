@@ -10,32 +10,35 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dure.errors import UsageError
+from dure.errors import StrategyError, UsageError
 from dure.job.companions import Companions
 from dure.job.groups import scaled
 from dure.job.job import Job, dtype_named, load_job
 from dure.job.names import may_have_companions
 from dure.partition.block_times import BlockTimes
+from dure.partition.blocks import refuse_ties
 from dure.partition.cut import ANY, Speeds, is_by_profile
 from dure.partition.mesh import parts_of, pipeline_of, shared_of
 from dure.partition.pipeline import Pipeline
 from dure.partition.programmed import Programmed
 from dure.partition.shared_layers import SharedLayers
 from dure.partition.ticks import Orders, check
-from dure.run.companion_check import check_options
 from dure.run.config import TrainConfig
 from dure.run.devices import AUTO, CPU, check_use, devices_of
 from dure.run.places import is_started_outside
 from dure.run.prebuilt import Prebuilt
 from dure.run.setup import Setup, check_rates
-from dure.run.strategy import Strategy, check_codec_name
-from dure.run.whole_gradient import check_clip, check_ties
-from dure.run.worker_memory import check_worker_memory
+from dure.run.strategy import Strategy, check_codec_name, member_text
+from dure.run.workers import check_worker_memory
 from dure.runtime.launch.rendezvous import RankEnvironment, place
 from dure.runtime.virtual.cluster import Cluster
 from dure.sync.base import OfEpochs, server_rule_of, traits_of
+
+if TYPE_CHECKING:
+    from dure.run.stages import Stages
+
 
 EVALUATIONS = 20
 """Evaluations of a run without `eval_every`."""
@@ -300,3 +303,71 @@ def _check(setup: Setup, cluster: Cluster | None) -> None:
         check_rates(setup)
     if setup.topology.clocked:
         setup.server_side.optimizer(setup.job.optimizer)  # its error is raised now, not by a server
+
+
+LARGE = 2**31
+"""Steps of an epoch that no method has for its own."""
+
+
+def check_options(config: TrainConfig, strategy: Strategy, name: str) -> None:
+    """Raise `UsageError` for an option, or a part of `strategy`, that the job `name` cannot have."""
+    sync = strategy.sync
+    if pipeline_of(strategy.partition) is not None:
+        raise UsageError(
+            f"{name} learns from a replay, and each of its workers holds a whole model: "
+            f"{strategy.text()['partition']} would divide it. Use the partition none."
+        )
+    if traits_of(sync).chooses_samples:
+        raise UsageError(
+            f"{member_text('sync', sync)} asks for the gradient of samples that it chooses, and the replay of {name} "
+            "chooses them. Use another method, such as bsp or downpour."
+        )
+    if isinstance(sync, OfEpochs) and sync.with_epoch(LARGE) != sync:
+        raise UsageError(f"{member_text('sync', sync)} counts epochs, and {name} has none. Use a fixed schedule.")
+    if config.timing_only:
+        raise UsageError(
+            f"timing_only computes no gradients, and the actors of {name} need a model that learns. Leave it out."
+        )
+    for option, advice in (("epochs", "Give steps or seconds"), ("split", "Leave it out")):
+        if getattr(config, option) is not None:
+            raise UsageError(f"{option} is for a job with a data set, and {name} has none. {advice}.")
+
+
+def check_clip(setup: Setup) -> None:
+    """Raise `StrategyError` for a limit of the norm where no worker knows the gradient of the whole model."""
+    clip, text = setup.job.optimizer.clip, setup.strategy.text()
+    if clip is None:
+        return
+    over_servers = setup.topology.servers > 0 and not setup.server_side.own_rule
+    if over_servers or setup.coordinated:
+        raise StrategyError(
+            f"clip={clip:g} limits the norm of the gradient of the whole model, and with {text['sync']} over "
+            f"{text['topology']} each server applies gradients of its own part of the model. Leave clip out, or use "
+            "bsp over collective."
+        )
+    if setup.stages is not None and not setup.stages.pipeline.flushes:
+        raise StrategyError(
+            f"clip={clip:g} limits the norm of the gradient over all stages, and the stages of {text['partition']} "
+            "update at different times. Leave clip out, or use a pipeline that flushes, such as gpipe or 1f1b."
+        )
+
+
+def check_ties(setup: Setup, stages: Stages) -> None:
+    """Raise `StrategyError` for parameters in several stages if a codec or the method makes their copies different."""
+    copies = [held for each in stages.layout.held for held in each if not held.first]
+    ties, text = [held for each in stages.layout.held for held in each if held.tied] or copies, setup.strategy.text()
+    if not setup.synchronous:
+        refuse_ties("an asynchronous method", stages.layout.tied, "a synchronous one, such as bsp")
+        if copies:
+            raise StrategyError(
+                f"the parameter {copies[0].name!r} is whole at all workers that share layers by {text['partition']}, "
+                f"and {text['sync']} over {text['topology']} updates it at each of them at a time of its own, so the "
+                "copies would differ. Use a synchronous method, such as bsp."
+            )
+    if setup.codec is None or not ties or not (setup.traits.changes or setup.topology.servers):
+        return
+    what = "the change of each stage's model" if setup.traits.changes else "what each stage sends to its servers"
+    raise StrategyError(
+        f"{text['codec']} encodes {what}, and several workers have copies of the parameter {ties[0].name!r}, which "
+        "would become different. Use fp32, other cuts, or bsp over collective, which encodes gradients."
+    )

@@ -1,27 +1,24 @@
-"""The processes of a real run and the state of each.
-
-| state     | meaning                                                        | left by                          |
-|-----------|----------------------------------------------------------------|----------------------------------|
-| present   | the process has registered                                     | its failure                      |
-| ready     | the process has built its part of the run                      | the start of a new incarnation   |
-| evicted   | a worker that others go on without; its process still runs     | the worker's next report         |
-| failed    | the process ended before its work was done                     | the start of a new incarnation   |
-| finished  | a worker that has delivered its result                         |                                  |
-| dismissed | the process was told to exit, or killed, at the end of the run |                                  |
-
-A worker is living if it is neither failed, nor evicted, nor finished.
-"""
+"""The processes of a real run: their registration, their state and progress, and the calls to them."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dure.core.deployment import SERVER, WORKER, NodeId, WhenLost, by_rank
-from dure.run.companion_nodes import companions_of
+from dure.core.node import Address
+from dure.errors import DureError, RemoteError
+from dure.report.metrics import VersionCounts
+from dure.run.outcome import Totals
+from dure.run.setup import companions_of
 
 if TYPE_CHECKING:
     from dure.core.deployment import Deployment
+    from dure.core.node import Operation, Reply
+    from dure.run.setup import Setup
+    from dure.runtime.process.node import ProcessNode
 
 
 class ProcessRoster:
@@ -100,3 +97,221 @@ class ProcessRoster:
     def is_current(self, name: str, incarnation: int) -> bool:
         """Whether `incarnation` is the one that runs, or a later one."""
         return incarnation >= self.incarnations.get(name, incarnation)
+
+
+class Commands:
+    """Calls the processes of `roster` from the driver's `node`; `registered` is done once all can be called.
+
+    `clocks` are the servers with a clock.
+
+    Commands that tell a process of the failure of another one suppress the error of a process that has failed itself:
+    the driver notices that failure by the connection.
+    """
+
+    def __init__(
+        self, node: ProcessNode, roster: ProcessRoster, registered: Operation[None], clocks: Sequence[str]
+    ) -> None:
+        self.clocks = clocks
+        self._node = node
+        self._roster = roster
+        self._registered = registered
+
+    @property
+    def clock(self) -> str:
+        """The server that hosts the clock, in a run without a pipeline."""
+        return self.clocks[0]
+
+    def call(self, name: str, method: str, /, **fields: Any) -> Operation[Reply]:
+        return self._node.call(Address(name, "process"), method, **fields)
+
+    def meet(self, name: str, newcomer: str) -> Operation[Reply]:
+        """Tell a process where a newcomer listens."""
+        return self.call(name, "meet", name=newcomer, place=list(self._roster.places[newcomer]))
+
+    def introduce(self, worker: str) -> None:
+        """Tell the other workers where a new one listens: a neighbor in gossip may call it."""
+        for name in self._roster.living() & self._roster.ready - {worker}:
+            self.meet(name, worker)
+
+    def bring_back(self, server: str) -> None:
+        """Tell all processes where a server that was started again listens."""
+        self._node.spawn(self._bring_back(server), f"introducing {server} again")
+
+    async def _bring_back(self, server: str) -> None:
+        """The clock hears it first: it knows which incarnations are over."""
+        with suppress(RemoteError):
+            await self.meet(self.clock, server)
+            await self.call(self.clock, "returned", name=server)
+        for name in self._roster.present.intersection(self._roster.workers):
+            self.meet(name, server)
+
+    def evaluate(self, worker: str) -> None:
+        """Make a worker the one whose snapshots are evaluated."""
+        self._node.spawn(self._tell(worker, "evaluate"), "choosing the worker whose model is evaluated")
+
+    def tell_clock(self, method: str, worker: str) -> None:
+        """Tell the clock that a worker is "lost" or "frozen".
+
+        The host of the clock notices by itself the end of a connection, where the worker has called it before.
+        """
+        state = "gone" if method == "lost" else method
+        self._node.spawn(self._tell_clock(method, worker), f"telling the clock that {worker} is {state}")
+
+    def tell_neighbors(self, worker: str) -> None:
+        """Tell the living workers that one is frozen."""
+        for name in self._roster.living():
+            self._node.spawn(self._tell(name, "frozen", name=worker), f"telling {name} that {worker} is frozen")
+
+    async def stop_at(self, step: int) -> None:
+        """Have all workers stop for a checkpoint at one clock. Raises `Refused` if one has passed it."""
+        asked = [self.call(name, "stop_at", step=step) for name in self._roster.living()]
+        for answer in asked:
+            await answer
+
+    async def settle(self) -> None:
+        """Have the clocks close the group that the last worker left open."""
+        for clock in self.clocks:
+            await self.call(clock, "settle")
+
+    async def save_servers(self, draft: Path) -> None:
+        """Have all servers, and the companions that the run cannot lose, write their parts of a checkpoint."""
+        for name in self._roster.saving:
+            await self.call(name, "save", draft=str(draft))
+        if self._roster.servers:
+            await self.settle()
+        for name in self._roster.servers:
+            await self.call(name, "save", draft=str(draft))
+
+    async def bye(self, name: str) -> None:
+        """Have a process exit."""
+        with suppress(RemoteError):  # it ended when all was done
+            await self.call(name, "bye")
+
+    async def _tell_clock(self, method: str, worker: str) -> None:
+        await self._registered
+        await self._tell(self.clock, method, name=worker)
+
+    async def _tell(self, name: str, method: str, /, **fields: Any) -> None:
+        with suppress(RemoteError):
+            await self.call(name, method, **fields)
+
+
+TRAFFIC = ("bytes_sent", "bytes_received", "messages")
+
+
+class RunProgress:
+    """The last report of each worker, and the totals of the run.
+
+    `at` is the last step boundary that a worker has reported. `totals` counts workers that have finished or failed;
+    `reports` are those of the others. `refused_of_failed` are updates that failed workers had refused before.
+    """
+
+    def __init__(self, setup: Setup, roster: ProcessRoster) -> None:
+        self.totals = Totals()
+        self.reports: dict[str, Mapping[str, Any]] = {}
+        self.at: dict[str, int] = {}
+        self.refused_of_failed = 0
+        self._setup = setup
+        self._roster = roster
+
+    def restore(self, totals: Mapping[str, Any], seconds: float, reports: Mapping[str, Mapping[str, Any]]) -> None:
+        """Go on from the counts and the reports of a checkpoint."""
+        self.totals = Totals.restored(totals)
+        self.totals.seconds = seconds
+        self.reports = dict(reports)
+        self.at = {name: int(report["at"]) for name, report in reports.items()}
+
+    def report(self, name: str, fields: Mapping[str, Any]) -> None:
+        self.reports[name] = fields
+        self.at[name] = fields["at"]
+
+    def samples(self) -> int:
+        """Samples that all workers have used so far."""
+        running = sum(int(report["done"]) * self._batch_size(name) for name, report in self.reports.items())
+        return self.totals.counts["samples"] + running
+
+    def bytes_sent(self) -> int:
+        return sum(int(report["bytes"]) for report in self.reports.values())
+
+    def highest(self) -> int:
+        """The highest step that a worker has reported."""
+        return max((int(report["steps"]) for report in self.reports.values()), default=0)
+
+    def lowest(self) -> int:
+        """The last step that every worker has reported; failed and evicted workers are left out."""
+        living = [self.at.get(name, 0) for name in self._roster.living()]
+        return min([*living, *(int(report["steps"]) for report in self._roster.finished.values())], default=0)
+
+    def count_lost(self, name: str) -> None:
+        """Count the steps that a failed or evicted worker has last reported."""
+        steps = int(self.reports.pop(name, {"done": 0})["done"])
+        self.totals.count("per_worker", name, steps=steps)
+        self.totals.counts["samples"] += steps * self._batch_size(name)
+
+    def count_finished(self) -> None:
+        """Count the steps, samples, seconds, pulls and messages of the workers that have finished."""
+        totals, finished = self.totals, self._roster.finished
+        for name, report in finished.items():
+            totals.count("per_worker", name, steps=report["done"], **{key: report[key] for key in TRAFFIC})
+            totals.add_time(report["time"])
+            totals.version_skew.merge(VersionCounts.of(report["skew"]))
+            totals.counts["samples"] += report["done"] * self._batch_size(name)
+            for key in TRAFFIC:
+                totals.counts[key] += report[key]
+        totals.seconds = max(report["seconds"] for report in finished.values())
+        totals.steps = max(report["steps"] for report in finished.values())
+
+    def count_refused(self) -> None:
+        """Count the updates that workers have refused themselves."""
+        of_finished = sum(int(report.get("refused", 0)) for report in self._roster.finished.values())
+        self.totals.counts["updates_refused"] += self.refused_of_failed + of_finished
+
+    def _batch_size(self, name: str) -> int:
+        """The samples of a mini-batch that count for a worker; in a pipeline they count for one of its workers."""
+        setup, number = self._setup, NodeId.of(name).rank
+        return setup.batch_sizes[setup.replica_of(number)] if setup.reports(number) else 0
+
+
+START_SECONDS = 120.0
+"""Seconds in which all processes must be ready."""
+
+
+class Registration:
+    """Lets processes wait until all are `registered`, and until all are ready and the run has `begun`.
+
+    `begin` is called before the first process begins.
+    """
+
+    def __init__(self, node: ProcessNode, roster: ProcessRoster, begin: Callable[[], None]) -> None:
+        self.registered: Operation[None] = node.promise("all processes to register")
+        self.begun: Operation[None] = node.promise("all processes to be ready")
+        self._node = node
+        self._roster = roster
+        self._begin = begin
+
+    async def register(self, name: str, place: tuple[str, int]) -> None:
+        """Note where a process listens, and wait for the others."""
+        self._roster.places[name] = self._node.directory[name] = place
+        self._roster.present.add(name)
+        self.look()
+        await self.registered
+
+    async def ready(self, name: str) -> None:
+        """Note that a process is ready, and wait for the others."""
+        self._roster.ready.add(name)
+        self.look()
+        await self.begun
+
+    def look(self) -> None:
+        """Go on if no process is missing."""
+        if self._roster.all_present:
+            self.registered.resolve()
+        if not self._roster.missing and not self.begun.done:
+            self._begin()
+            self.begun.resolve()
+
+    def check(self) -> None:
+        """Raise `DureError` if a process is missing for too long."""
+        if not self.begun.done and self._node.now() > START_SECONDS:
+            missing = ", ".join(sorted(self._roster.missing))
+            raise DureError(f"{missing} did not come up within {START_SECONDS:g} s.")

@@ -1,4 +1,4 @@
-"""The set-up of one run: resolved values, from which both runtimes build workers and servers."""
+"""The set-up of one run: resolved values, from which both runtimes build workers, servers and companions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from dure.codec.fp32 import Float32
 from dure.codec.size_only import SizeOnly, bytes_per_value
 from dure.codec.timing import random_slices, slices_of
-from dure.core.deployment import SERVER, WORKER
+from dure.core.deployment import SERVER, WORKER, Deployment, NodeSpec, WhenLost
 from dure.errors import UsageError
 from dure.job.companions import RunShape
 from dure.job.data.batches import Batches
@@ -18,14 +18,10 @@ from dure.job.data.split import IID
 from dure.job.initial_model import InitialModel, is_on_meta
 from dure.partition.cut import ANY, Speeds
 from dure.partition.mesh import pipeline_of, shared_of
-from dure.run.companion_nodes import own_machines, with_companions
-from dure.run.delivery import Delivery
 from dure.run.devices import CPU
-from dure.run.gathering import Gathering
+from dure.run.gathering import Gathering, StageGathering
 from dure.run.server_side import ServerSide
-from dure.run.stage_gathering import StageGathering
-from dure.run.stages import StagedTopology, Stages
-from dure.run.worker_data import WorkerData
+from dure.run.stages import Delivery, StagedTopology, Stages, WorkerData
 from dure.runtime.memory import MappedMemory
 from dure.sync.base import Periodic, Traits, server_rule_of, traits_of
 from dure.sync.worker import Boundary
@@ -35,14 +31,38 @@ from dure.topology.parameter_server.layout import ServerLayout
 
 if TYPE_CHECKING:
     from dure.codec.base import Codec
-    from dure.core.deployment import Deployment
     from dure.core.node import Node
-    from dure.job.companions import Figures
+    from dure.job.companions import Companions, Figures
     from dure.job.gradients import GradientEngine
     from dure.job.job import Job
     from dure.job.replica import Replica
     from dure.run.config import TrainConfig
     from dure.run.strategy import Strategy
+
+
+def with_companions(deployment: Deployment, companions: Companions, workers: int) -> Deployment:
+    """Put companions between workers and servers.
+
+    A worker that the others need goes back to the last checkpoint with all nodes, since a run of one worker would end
+    with it otherwise.
+    """
+    learners = [_rolled_back(node) for node in deployment.nodes if node.id.kind == WORKER]
+    others = [node for node in deployment.nodes if node.id.kind != WORKER]
+    return Deployment((*learners, *companions.nodes(workers), *others))
+
+
+def _rolled_back(node: NodeSpec) -> NodeSpec:
+    return replace(node, when_lost=WhenLost.ROLL_BACK) if node.when_lost is WhenLost.END else node
+
+
+def companions_of(deployment: Deployment) -> list[NodeSpec]:
+    """The nodes that are neither workers nor servers."""
+    return [node for node in deployment.nodes if node.id.kind not in (WORKER, SERVER)]
+
+
+def own_machines(deployment: Deployment) -> list[str]:
+    """The names of companions on machines of their own."""
+    return [str(node.id) for node in companions_of(deployment) if node.beside is None]
 
 
 @dataclass(frozen=True)

@@ -33,11 +33,10 @@ from dure.run.outcome import Outcome, check_applied, summary
 from dure.run.places import LAUNCHERS, is_real, is_started_outside
 from dure.run.prebuilt import Prebuilt
 from dure.run.resolve import ENDLESS, resolve
-from dure.run.resume import CLUSTER, cluster_of, resumed
+from dure.run.resume import CLUSTER, cluster_of, fingerprints, resumed
 from dure.run.setup import Setup
 from dure.run.split_again import is_split_otherwise, split_again
 from dure.run.strategy import AXES, check_named, member_text
-from dure.run.trust import fingerprints
 from dure.run.virtual import VirtualRun
 from dure.runtime.launch.interruption import Interruption
 from dure.runtime.launch.machine_memory import check_memory, usable_memory

@@ -26,17 +26,13 @@ from dure.job.evaluation import grader_of
 from dure.job.gradients import GradientEngine
 from dure.partition.source import StageSource
 from dure.run.checkpoint import fitting
-from dure.run.outcome import Outcome, Totals
+from dure.run.outcome import Outcome, Totals, count_stages, figures_of
 from dure.run.servers import build_server
-from dure.run.stage_figures import count_stages, figures_of
 from dure.run.strategy import codec_name
-from dure.run.virtual_attendance import Attendance
 from dure.run.virtual_companions import VirtualCompanions
-from dure.run.virtual_events import ClusterEvents
-from dure.run.virtual_model import VirtualModel
-from dure.run.virtual_rows import VirtualRows
-from dure.run.work_through import work_through
-from dure.run.workers import build_worker, restore_worker
+from dure.run.virtual_history import VirtualModel, VirtualRows
+from dure.run.virtual_membership import Attendance, ClusterEvents
+from dure.run.workers import build_worker, restore_worker, work_through
 from dure.runtime.virtual.network import Network
 from dure.runtime.virtual.runtime import VirtualRuntime
 from dure.sync import membership, saved

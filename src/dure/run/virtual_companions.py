@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from dure.core.deployment import NodeId
 from dure.errors import RemoteError
 from dure.run.checkpoint import fitting
-from dure.run.companion_nodes import companions_of
+from dure.run.setup import companions_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping

@@ -25,8 +25,7 @@ from dure.job.job import Job
 from dure.job.models.quadratic import Point, half_square
 from dure.job.optimizer import OptimizerSpec
 from dure.run.servers import build_server
-from dure.run.work_through import work_through
-from dure.run.workers import build_worker
+from dure.run.workers import build_worker, work_through
 from dure.sync import membership
 from dure.topology.parameter_server.coordinator import COORDINATOR
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from dure.errors import DureError
 from dure.run import checkpoint
 from dure.run.driver import Driver
+from dure.run.failures import RestartPolicy
 from dure.run.outcome import Outcome
-from dure.run.restart_policy import RestartPolicy
 from dure.runtime.launch.fork_server import ForkServer
 from dure.runtime.launch.interruption import Interruption
 
