@@ -28,10 +28,10 @@ from dure.runtime.process.pinned import PinnedPool, aligned_nbytes, cut
 
 if TYPE_CHECKING:
     from dure.errors import RemoteError
-    from dure.runtime.process.loop import ProcessLoop
 
 Tensors = Sequence[torch.Tensor]
 Done = Callable[["Reply | RemoteError"], None]
+Poll = Callable[[Callable[[], bool]], None]
 Send = Callable[[Tensors, Tensors | None, Done], None]
 """Starts a call with its tensors, and with memory for those of its reply; both are on the host."""
 
@@ -73,12 +73,15 @@ class _Queue(deque[LaneMessage]):
 
 
 class Lane:
-    """The transfers of one replica between its `device` and the wire of its process, whose loop is `loop`."""
+    """The transfers of one replica between its `device` and the wire of its process.
 
-    def __init__(self, device: torch.device, loop: ProcessLoop) -> None:
+    `poll` gets functions that the process's loop calls again and again, for as long as they return True.
+    """
+
+    def __init__(self, device: torch.device, poll: Poll) -> None:
         self.device = device
         self.pool = PinnedPool()
-        self._loop = loop
+        self._poll = poll
         self._side = torch.Stream(device)
         self._arrival = torch.Stream(device)
         self._queues: dict[str, _Queue] = {}
@@ -177,7 +180,7 @@ class Lane:
                     break
                 self._start_copy(message)
         if not queue.polled and self._give_to_wire(queue):
-            self._loop.poll(lambda: self._give_to_wire(queue))
+            self._poll(lambda: self._give_to_wire(queue))
 
     def _take_buffers(self, message: LaneMessage) -> bool:
         """Take the pinned memory of a message and its reply; False if it is in use."""
@@ -230,7 +233,7 @@ class Lane:
                     tensor.record_stream(self._arrival)
         copied = self._arrival.record_event()
         self._here().wait_event(copied)
-        self._loop.poll(lambda: not (copied.query() and self._free(message, buffer)))
+        self._poll(lambda: not (copied.query() and self._free(message, buffer)))
         return Reply(answer.fields, message.into)
 
     def _free(self, message: LaneMessage, buffer: torch.Tensor) -> bool:
@@ -257,9 +260,9 @@ def _on_device(tensors: Tensors) -> bool:
     return any(not tensor.is_cpu for tensor in tensors)
 
 
-def lane_of(device: torch.device | str, loop: ProcessLoop) -> Lane | None:
+def lane_of(device: torch.device | str, poll: Poll) -> Lane | None:
     """The lane of a replica on `device`; None on the CPU, where the wire reads and writes tensors themselves."""
     device = torch.device(device)
     if device.type == "cpu":
         return None
-    return Lane(device, loop)
+    return Lane(device, poll)

@@ -85,7 +85,7 @@ class ProcessNode:
         self.collectives: Callable[[Sequence[int]], Group] | None = None
         self.wire = Wire(identity, Hosting(self), limits=limits, credentials=credentials)
         self.loop.wire = self.wire
-        self.lane = lane_of(device, self.loop)
+        self.lane = lane_of(device, self.loop.poll)
         self.dispatcher = Dispatcher(self.name, self.loop, self.services)
         self._connector = Connector(self.name, self.loop, self.directory)
         self._outbox = Outbox(self)
