@@ -37,7 +37,7 @@ from _script import parse, told
 
 from dure.core.node import Call, Reply, TensorSpec
 from dure.runtime.wire import Credentials, Identity, Request, Respond, Wire, WireLimits
-from dure.runtime.wire.integrity import KeyedSeals, check_tag
+from dure.runtime.wire.seals import KeyedSeals, check_tag
 
 SMALL_NBYTES = 300
 PIECE_NBYTES = 1 << 20

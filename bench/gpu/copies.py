@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dure.codec.coder import SliceLayout
 from dure.codec.sign import Sign
-from dure.runtime.process.pinned import PinnedPool
+from dure.runtime.process.transfers import PinnedPool
 
 OVERLAPPED, FASTER, FEWER_BYTES = 0.70, 2.0, 31.0
 

@@ -29,7 +29,7 @@ from _training import WithAttach
 from torch.cuda._sanitizer import CUDASanitizerErrors, cuda_sanitizer
 
 from dure.errors import PeerLost
-from dure.runtime.process.lane import LaneMessage
+from dure.runtime.process.transfers import LaneMessage
 
 SANITIZER = "TORCH_CUDA_SANITIZER"
 STRATEGIES = ("bsp ps", "averaging:period=2 ps", "ssp:bound=3 ps", "bsp collective:algorithm=ring")

@@ -21,9 +21,8 @@ from support.raw_caller import CREDENTIALS
 from torch import Tensor
 
 from dure.core.node import Address, Call, Reply, TensorSpec, nothing
-from dure.runtime.process.lane import Lane
 from dure.runtime.process.node import ProcessNode
-from dure.runtime.process.pinned import ALIGNMENT, SLOTS
+from dure.runtime.process.transfers import ALIGNMENT, SLOTS, Lane
 from dure.runtime.wire import Identity, WireLimits
 
 NUMEL = 16

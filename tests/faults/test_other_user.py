@@ -20,9 +20,9 @@ from support.flood import flood, sockets_of
 from support.raw_caller import frame
 from support.real_runs import Trial, configured
 
+from dure.runtime.wire.connection import unix_name
 from dure.runtime.wire.frame import Kind
-from dure.runtime.wire.proof import NONCE_NBYTES, PROOF_NBYTES, REFUSAL, Prover
-from dure.runtime.wire.unix_socket import unix_name
+from dure.runtime.wire.seals import NONCE_NBYTES, PROOF_NBYTES, REFUSAL, Prover
 
 NOBODY = 65534
 POISON = torch.full((4810,), 1e30).numpy().tobytes()

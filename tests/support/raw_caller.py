@@ -9,8 +9,7 @@ from typing import Any
 
 from dure.runtime.wire import Credentials
 from dure.runtime.wire.frame import Frame, Header, Kind, Outgoing, Parser, encode_meta, job_code
-from dure.runtime.wire.integrity import Seals
-from dure.runtime.wire.proof import Prover
+from dure.runtime.wire.seals import Prover, Seals
 
 CREDENTIALS = Credentials(bytes(range(32)))
 """Those of all nodes and wires of the tests."""

@@ -28,8 +28,8 @@ from dure.job.optimizer import OptimizerSpec
 from dure.job.replica import Replica
 from dure.run.config import TrainConfig
 from dure.run.launchers.torchrun import after_restart
-from dure.runtime.launch.machine_memory import SHARD_PROCESS_NBYTES, check_memory
 from dure.runtime.launch.rendezvous import RankEnvironment, place
+from dure.runtime.memory import SHARD_PROCESS_NBYTES, check_memory
 from dure.user_loop.optimizer import ServerOptimizer
 
 ROOT = Path(__file__).parents[2]

@@ -14,16 +14,15 @@ from dure.core.deployment import REPLAY, SERVER, WORKER, Deployment, NodeId, Whe
 from dure.core.folder_names import LATEST
 from dure.core.log import log
 from dure.errors import DureError, RemoteError
-from dure.runtime.heartbeat import PERIOD_SECONDS, BeatPipe, Silence
+from dure.runtime.heartbeat import PERIOD_SECONDS, BeatPipe, Silence, cpu_seconds, is_stopped
 from dure.runtime.launch.fork_server import LOADER as FORK_SERVER
-from dure.runtime.launch.process_state import cpu_seconds, is_stopped
 
 if TYPE_CHECKING:
     from dure.run.config import Options
     from dure.run.launcher import Launcher
     from dure.run.roster import ProcessRoster
     from dure.run.setup import Setup
-    from dure.runtime.process.loop import ProcessLoop
+    from dure.runtime.process.node import ProcessLoop
 
 
 COMPUTES_SECONDS = 0.1

@@ -34,10 +34,8 @@ from dure.run.outcome import figures_of
 from dure.run.servers import build_server
 from dure.run.snapshots import DRIVER_ADDRESS, Snapshots
 from dure.run.workers import build_worker, check_process_memory, restore_worker, work_through
-from dure.runtime.launch.engine_store import connected
-from dure.runtime.launch.machine_memory import memory_limit
-from dure.runtime.launch.own_address import lead_engine, one_family
-from dure.runtime.launch.watchdog import without_watchdog
+from dure.runtime.launch.engine_store import connected, lead_engine, one_family, without_watchdog
+from dure.runtime.memory import memory_limit
 from dure.runtime.process.node import ProcessNode
 from dure.runtime.wire import Loss
 from dure.sync import membership, saved
@@ -433,8 +431,7 @@ def engine_groups(node: ProcessNode, workers: int, store: Sequence[Any], device:
     import torch.distributed as dist
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-    from dure.runtime.process.backends import backends_of, place_of
-    from dure.runtime.process.group import TIMEOUT, ProcessGroup
+    from dure.runtime.process.group import TIMEOUT, ProcessGroup, backends_of, place_of
 
     prefix = PrefixStore(f"{node.identity.job}/{node.identity.incarnation}", connected(store, workers))
     places = []

@@ -39,7 +39,7 @@ from dure.run.split_again import is_split_otherwise, split_again
 from dure.run.strategy import AXES, check_named, member_text
 from dure.run.virtual import VirtualRun
 from dure.runtime.launch.interruption import Interruption
-from dure.runtime.launch.machine_memory import check_memory, usable_memory
+from dure.runtime.memory import check_memory, usable_memory
 from dure.runtime.virtual.cluster import Cluster
 
 if TYPE_CHECKING:

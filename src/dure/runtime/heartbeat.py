@@ -5,7 +5,7 @@
 
 A process that is stopped (SIGSTOP, a debugger, a failed machine) sends none. During a computation, `time.sleep` and a
 loop in Python the thread can send. During native code that keeps the interpreter's lock it cannot: on the observer's
-machine `process_state.cpu_seconds` distinguishes such code from a stopped process.
+machine `cpu_seconds` distinguishes such code from a stopped process.
 
 No other user can write to a pipe, or fill it. A beat waits behind no other message, and is dropped where the pipe is
 full: the next one follows in a second. The number belongs to one incarnation of one process.
@@ -20,6 +20,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 PERIOD_SECONDS = 1.0
@@ -140,3 +141,27 @@ class Silence:
     def seconds(self, name: str) -> float:
         """Seconds of silence of the process; 0 before its first sign."""
         return self._seconds.get(name, 0.0)
+
+
+_STOPPED = ("T", "t")  # by a signal, by a debugger
+_TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a signal or a debugger has stopped the process; False where /proc does not exist."""
+    fields = _fields(pid)
+    return bool(fields) and fields[0] in _STOPPED
+
+
+def cpu_seconds(pid: int) -> float:
+    """Processor seconds that the process has used; 0 where /proc does not exist."""
+    fields = _fields(pid)
+    return (int(fields[11]) + int(fields[12])) / _TICKS if fields else 0.0
+
+
+def _fields(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat after the name of the program; none if the process does not exist."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return []

@@ -27,8 +27,7 @@ from dure.job.replica import Replica
 from dure.partition.whole import Whole
 from dure.run.strategy import Strategy, make, member_text, name_of
 from dure.runtime.launch.monitor import RankMonitor
-from dure.runtime.launch.rendezvous import RankEnvironment, Rendezvous, place
-from dure.runtime.launch.shared_key import credentials_of, met
+from dure.runtime.launch.rendezvous import RankEnvironment, Rendezvous, credentials_of, met, place
 from dure.runtime.process.node import ProcessNode
 from dure.runtime.wire import Identity
 from dure.sync.base import traits_of
@@ -45,7 +44,7 @@ from dure.user_loop.wrapped import check_unwrapped
 if TYPE_CHECKING:
     from dure.codec.base import Codec
     from dure.run.strategy import Partition
-    from dure.runtime.wire.credentials import Integrity
+    from dure.runtime.wire.seals import Integrity
     from dure.sync.base import Sync
     from dure.topology.collective.choice import Collective
     from dure.topology.parameter_server.choice import ParameterServer

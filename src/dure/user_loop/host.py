@@ -21,7 +21,7 @@ from dure.job.optimizer import GroupRange, OptimizerSpec, restrict
 from dure.run.server_side import ServerSide
 from dure.run.servers import HostedServer
 from dure.run.strategy import make
-from dure.runtime.launch.sentinel import Starter
+from dure.runtime.launch.shard_process import Starter
 from dure.runtime.process.node import ProcessNode
 from dure.runtime.wire import Credentials, Identity, Loss
 from dure.topology.parameter_server.shard import Shard

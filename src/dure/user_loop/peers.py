@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dure.job.replica import as_bytes, copy_bytes
-from dure.runtime.process.alone import AloneGroup
-from dure.runtime.process.engine import Engine
+from dure.runtime.process.group import AloneGroup, Engine
 from dure.sync.base import traits_of
 from dure.topology.collective.message_group import SentGroup
 from dure.topology.collective.topology import Agreement, GroupSession, Intention

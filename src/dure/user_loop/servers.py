@@ -18,8 +18,8 @@ from dure.job.optimizer import GroupRange, OptimizerSpec
 from dure.job.replica import as_bytes, copy_bytes
 from dure.run.server_side import CLOCK, ServerSide
 from dure.run.strategy import catalogue, member_text, name_of
-from dure.runtime.launch.machine_memory import SHARD_PROCESS_NBYTES, check_memory, physical_memory
 from dure.runtime.launch.shard_process import ShardProcess
+from dure.runtime.memory import SHARD_PROCESS_NBYTES, check_memory, physical_memory
 from dure.sync import membership
 from dure.sync.base import traits_of
 from dure.topology.parameter_server.client import ServerClient

@@ -28,7 +28,7 @@ from itertools import count as counted
 from pathlib import Path
 
 from dure.errors import DureError, UsageError
-from dure.runtime.launch.own_address import ENGINE_INTERFACE
+from dure.runtime.launch.engine_store import ENGINE_INTERFACE
 
 PREFIX = "dure"
 FRAME = 9000

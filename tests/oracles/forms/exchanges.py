@@ -28,7 +28,7 @@ from dure.core.node import CodecWork, Ghost
 from dure.core.ranges import equal_ranges, size
 from dure.run.setup import Setup
 from dure.run.strategy import codec_name
-from dure.runtime.virtual.paths import path_of, paths_of
+from dure.runtime.virtual.network import path_of, paths_of
 from dure.topology.collective.algorithms import hosts_of
 from dure.topology.collective.choice import HOSTED, Collective
 from dure.topology.collective.message_group import machines_of

@@ -33,7 +33,7 @@ import dure
 from dure.core.deployment import SERVER, WORKER
 from dure.run.setup import Setup
 from dure.runtime.virtual.cluster import Cluster
-from dure.runtime.virtual.paths import paths_of
+from dure.runtime.virtual.network import paths_of
 
 
 def closed_form(setup, cluster):

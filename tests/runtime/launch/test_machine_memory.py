@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dure.runtime.launch.machine_memory import memory_limit
+from dure.runtime.memory import memory_limit
 
 FIRST = "4:cpu,memory:/outer/inner\n0::/\n"
 SECOND = "0::/outer/inner\n"

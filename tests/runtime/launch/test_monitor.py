@@ -19,8 +19,7 @@ from support.wording import raising
 
 from dure.errors import PeerLost
 from dure.runtime.launch.monitor import HeartbeatCaller, RankMonitor
-from dure.runtime.launch.notes import NoteSeal
-from dure.runtime.launch.rendezvous import RankEnvironment, Rendezvous
+from dure.runtime.launch.rendezvous import NoteSeal, RankEnvironment, Rendezvous
 from dure.runtime.wire import Credentials
 
 SOON = 1.0

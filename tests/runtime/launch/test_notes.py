@@ -13,8 +13,7 @@ import torch.distributed as dist
 from support.wording import raising
 
 from dure.errors import AlteredNote, PeerLost
-from dure.runtime.launch.notes import NoteSeal
-from dure.runtime.launch.rendezvous import RankEnvironment, Rendezvous
+from dure.runtime.launch.rendezvous import NoteSeal, RankEnvironment, Rendezvous
 
 KEY = bytes(range(32))
 

@@ -14,7 +14,7 @@ from support.ipv6_hosts import over_ipv6
 from support.wording import raising
 
 from dure.errors import UsageError
-from dure.runtime.launch.own_address import address_toward
+from dure.runtime.launch.engine_store import address_toward
 from dure_studies import namespaces
 
 REASON = namespaces.missing()
@@ -22,7 +22,7 @@ REASON = namespaces.missing()
 ASK = """\
 import json, sys
 from dure.errors import UsageError
-from dure.runtime.launch.own_address import address_toward, lead_engine
+from dure.runtime.launch.engine_store import address_toward, lead_engine
 
 def found(host):
     environ = {}

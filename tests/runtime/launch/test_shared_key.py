@@ -9,8 +9,7 @@ import torch.distributed as dist
 
 from dure.errors import DureError, UsageError
 from dure.runtime.launch.engine_store import EngineStore, connected, listening_store
-from dure.runtime.launch.rendezvous import NONCE, RankEnvironment, Rendezvous
-from dure.runtime.launch.shared_key import KEY, credentials_of, met
+from dure.runtime.launch.rendezvous import KEY, NONCE, RankEnvironment, Rendezvous, credentials_of, met
 
 
 @pytest.fixture

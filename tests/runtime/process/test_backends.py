@@ -9,9 +9,9 @@ import torch.distributed as dist
 from support.wording import raising
 
 from dure.errors import UsageError
-from dure.runtime.launch.watchdog import BLOCKING_WAIT
-from dure.runtime.process import engine
-from dure.runtime.process.backends import backends_of, place_of
+from dure.runtime.launch.engine_store import BLOCKING_WAIT
+from dure.runtime.process import group as engine
+from dure.runtime.process.group import backends_of, place_of
 
 CUDA = torch.device("cuda:0")
 

@@ -12,8 +12,7 @@ from support.wording import raising
 from dure.errors import DamagedFrame, Refused
 from dure.runtime.wire import frame as frames
 from dure.runtime.wire.frame import Header, Kind, Outgoing, Parser, encode_meta, job_code, pack_header
-from dure.runtime.wire.integrity import KeyedSeals
-from dure.runtime.wire.proof import Prover
+from dure.runtime.wire.seals import KeyedSeals, Prover
 
 JOB = job_code("job")
 HEADER = Header(Kind.REQUEST, JOB, rank=3, incarnation=2, request=7)

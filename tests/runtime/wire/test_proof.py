@@ -13,7 +13,7 @@ from support.wording import raising
 
 from dure.errors import Refused, RemoteError
 from dure.runtime.wire.frame import Kind, encode_meta
-from dure.runtime.wire.proof import REFUSAL, UNPROVEN_NBYTES, Prover
+from dure.runtime.wire.seals import REFUSAL, UNPROVEN_NBYTES, Prover
 
 OTHER = bytes(32)
 REQUEST = {"service": "service", "method": "ping", "fields": {}, "tensors": []}

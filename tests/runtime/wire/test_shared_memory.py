@@ -19,7 +19,7 @@ from dure.errors import CallTimeout, DamagedFrame, PeerLost, RemoteError
 from dure.job.optimizer import OptimizerSpec
 from dure.runtime.process.node import ProcessNode
 from dure.runtime.wire import Identity, WireLimits
-from dure.runtime.wire.shared_memory import Borrower, Lender
+from dure.runtime.wire.memory import Borrower, Lender
 from dure.topology.parameter_server.client import ServerClient
 from dure.topology.parameter_server.layout import ServerLayout
 from dure.topology.parameter_server.shard import Shard

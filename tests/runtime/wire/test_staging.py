@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from support.wording import raising
 
 from dure.core.node import TensorSpec
-from dure.runtime.wire.staging import Lease, Share, Staging, announced, bytes_of, described, nbytes_of, spec_of
+from dure.runtime.wire.memory import Lease, Share, Staging, announced, bytes_of, described, nbytes_of, spec_of
 
 
 def spec(nbytes):

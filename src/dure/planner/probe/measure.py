@@ -32,9 +32,9 @@ from dure.job.optimizer import FlatOptimizer, OptimizerSpec
 from dure.job.replica import Replica
 from dure.planner.probe.collectives import repeated
 from dure.run.process import engine_groups
-from dure.runtime.launch.machine_memory import usable_memory
-from dure.runtime.launch.sentinel import Starter
-from dure.runtime.process.alone import AloneGroup
+from dure.runtime.launch.shard_process import Starter
+from dure.runtime.memory import usable_memory
+from dure.runtime.process.group import AloneGroup
 from dure.runtime.process.node import ProcessNode
 from dure.runtime.wire import Credentials, Identity
 from dure.topology.parameter_server.client import ServerClient

@@ -41,10 +41,9 @@ from dure.planner.probe.short_runs import short_runs
 from dure.planner.probe.stragglers import stragglers
 from dure.run.strategy import codec_name, make
 from dure.runtime.launch.engine_store import EngineStore
-from dure.runtime.launch.rendezvous import RankEnvironment, Rendezvous, place
+from dure.runtime.launch.rendezvous import RankEnvironment, Rendezvous, credentials_of, met, place
 from dure.runtime.launch.shard_process import ShardProcess
-from dure.runtime.launch.shared_key import credentials_of, met
-from dure.runtime.process.engine import Engine
+from dure.runtime.process.group import Engine
 from dure.runtime.process.node import ProcessNode
 from dure.runtime.wire import Credentials, Identity, Loss
 

@@ -39,8 +39,7 @@ from dure.runtime.heartbeat import put
 from dure.runtime.launch.fork_server import ForkServer
 from dure.runtime.launch.monitor import RankMonitor
 from dure.runtime.launch.relay import relayed
-from dure.runtime.launch.rendezvous import Rendezvous, place
-from dure.runtime.launch.shared_key import credentials_of, met
+from dure.runtime.launch.rendezvous import Rendezvous, credentials_of, met, place
 
 if TYPE_CHECKING:
     from dure.run.callbacks import Callbacks

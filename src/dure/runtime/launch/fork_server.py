@@ -41,7 +41,7 @@ from dure.core.text import sentence, traceback_of
 from dure.errors import DureError
 from dure.runtime.heartbeat import BeatPipe
 from dure.runtime.launch import relay
-from dure.runtime.launch.sentinel import watch
+from dure.runtime.launch.shard_process import watch
 
 STOP_SECONDS = 5.0
 """Time limit for processes to end after a request."""

@@ -23,8 +23,7 @@ from dure.core.log import log
 from dure.core.node import Reply
 from dure.core.protocol import COUNT, NODES, TEXT, TRUTH, Method, check
 from dure.errors import PeerLost, Refused, RemoteError
-from dure.runtime.heartbeat import PERIOD_SECONDS, Silence
-from dure.runtime.launch.process_state import is_stopped
+from dure.runtime.heartbeat import PERIOD_SECONDS, Silence, is_stopped
 from dure.runtime.wire import Identity, Request, Wire
 
 if TYPE_CHECKING:

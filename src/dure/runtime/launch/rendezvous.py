@@ -1,16 +1,31 @@
 """Rendezvous of the ranks that `torchrun`, or another launcher with its environment variables, has started.
 
 The variables are RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. A process without them is a world of one. Ranks
-exchange notes (JSON values, `notes`) in the engine's store. A rank that fails leaves a note too, which ends the waits
-of others.
+exchange notes (JSON values) in the engine's store. A rank that fails leaves a note too, which ends the waits of others.
+
+Everyone can write to the store who reaches its port. With key files, a note has a code:
+
+    note = code, space, JSON value        code = HMAC-SHA256 under the key of the meeting over name and JSON value
+
+Ranks with a key file draw a nonce each at the start of a meeting, and derive its key from these and the file's. So a
+note that was forged, altered, moved to another name, or recorded in an earlier meeting or attempt has a wrong code, and
+ranks meet with the key or not at all. The key of the run is then agreed on:
+
+| `key_file` | rank 0 | the others |
+|---|---|---|
+| given | reads its file | read theirs, which holds the same key |
+| left out | draws a key, puts it into the store, deletes it once all have it | read it there |
 """
 
 from __future__ import annotations
 
+import hmac
+import json
 import os
+import secrets
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,9 +36,14 @@ from dure.core.log import log
 from dure.core.node import nothing
 from dure.core.text import quoted
 from dure.errors import AlteredNote, CallTimeout, PeerLost, RemoteError, UsageError
-from dure.runtime.launch.engine_store import listening_store
-from dure.runtime.launch.notes import NoteSeal
-from dure.runtime.launch.own_address import address_toward, lead_engine
+from dure.runtime.launch.engine_store import address_toward, lead_engine, listening_store
+from dure.runtime.wire import Credentials
+from dure.runtime.wire.seals import Integrity
+
+_MARK = "code "
+"""Start of a note with a code. No JSON value starts with it."""
+
+_WAS_ALTERED = "in the store where the ranks meet was altered"
 
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -50,6 +70,8 @@ NONCE = "nonce"
 
 _DIGITS = 9
 """Most digits of a number in the environment."""
+
+KEY = "key"
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,3 +273,98 @@ def _engine_store(place: RankEnvironment) -> Any:
 def _hosts_store(place: RankEnvironment, environ: Mapping[str, str] = os.environ) -> bool:
     """Whether this process must open the store: torchrun's agent has one, other launchers have none."""
     return place.rank == 0 and environ.get(AGENT_STORE) != "True"
+
+
+def met(place: RankEnvironment, topic: str, key_file: Path | None) -> Rendezvous:
+    """The rendezvous of all ranks, whose notes have codes if they have key files; every rank calls this.
+
+    Raises:
+        UsageError: `key_file` cannot be read, or may be read by others.
+        AlteredNote, CallTimeout: another rank has another key file or none, or does not come.
+    """
+    if key_file is None:
+        return Rendezvous(place, topic)
+    try:
+        key = Credentials.of_file(key_file).key
+    except UsageError:
+        Rendezvous(place, topic)  # the others read there that this rank has no key, and do not wait for it
+        raise
+    return Rendezvous(place, topic, key)
+
+
+def credentials_of(rendezvous: Rendezvous, integrity: Integrity = "mac") -> Credentials:
+    """Agree on the credentials of the run of all ranks in `rendezvous`; every rank calls this.
+
+    Raises:
+        UsageError: other ranks have a key file, and this rank has none.
+        PeerLost: another rank failed before all had the key.
+    """
+    if rendezvous.key is not None:
+        return Credentials(rendezvous.key, integrity)
+    mine = Credentials.drawn(integrity)
+    world = range(rendezvous.place.world_size)
+    if len(world) == 1:
+        return mine
+    for rank in world:
+        rendezvous.get(f"{NONCE} {rank}")  # refuses one with a code
+    if rendezvous.place.rank == 0:
+        rendezvous.put(KEY, mine.key.hex())
+    credentials = Credentials(bytes.fromhex(rendezvous.get(KEY)), integrity)
+    rendezvous.exchange("has key", True)
+    if rendezvous.place.rank == 0:
+        with suppress(RuntimeError):  # the store cannot delete keys
+            rendezvous.store.delete_key(KEY)
+    return credentials
+
+
+class NoteSeal:
+    """Writes and reads notes with a code under `key`, or without a code where `key` is None."""
+
+    def __init__(self, key: bytes | None = None) -> None:
+        self._key = key
+
+    def of_meeting(self, topic: str, nonces: Sequence[str]) -> NoteSeal:
+        """The seal of one meeting of the ranks that have drawn `nonces`."""
+        assert self._key is not None
+        return NoteSeal(hmac.digest(self._key, json.dumps(["dure meeting", topic, *nonces]).encode(), "sha256"))
+
+    @property
+    def nonce(self) -> str | None:
+        """A new nonce; None without a key."""
+        return None if self._key is None else secrets.token_hex(32)
+
+    def write(self, name: str, value: Any) -> str:
+        """The note of `value` under `name`."""
+        text = json.dumps(value)
+        return text if self._key is None else f"{_MARK}{self._code(name, text)} {text}"
+
+    def read(self, name: str, note: bytes) -> Any:
+        """The value of a note. Raises `AlteredNote` for one that no rank of this meeting has written under `name`."""
+        try:
+            text = note.decode()
+            if self._key is not None:
+                text = self._checked(name, text)
+            elif text.startswith(_MARK):
+                raise UsageError(
+                    f"the note {name!r} of another rank has a code of a key file, and this rank has no key file: give "
+                    "every rank one, or none."
+                )
+            return json.loads(text)
+        except UsageError:
+            raise
+        except (ValueError, RecursionError):  # no UTF-8, no JSON, or a number of more digits than Python reads
+            raise AlteredNote(f"the note {name!r} {_WAS_ALTERED}: no rank wrote it.") from None
+
+    def _checked(self, name: str, text: str) -> str:
+        """The JSON text of a note whose code is valid."""
+        code, _, value = text.removeprefix(_MARK).partition(" ")
+        if not text.startswith(_MARK) or not hmac.compare_digest(code.encode(), self._code(name, value).encode()):
+            raise AlteredNote(
+                f"the note {name!r} {_WAS_ALTERED}: it has no valid code of the key file. Another process wrote it, or "
+                "a rank that has another key file or none."
+            )
+        return value
+
+    def _code(self, name: str, text: str) -> str:
+        assert self._key is not None
+        return hmac.digest(self._key, json.dumps([name, text]).encode(), "sha256").hex()

@@ -1,11 +1,11 @@
 """A shard process, started by a process of the user; it ends when its starter ends.
 
-    starter ── {"..."} ──> python -m dure.runtime.launch.sentinel MODULE NAME LIFE REQUEST ANSWER
+    starter ── {"..."} ──> python -m dure.runtime.launch.shard_process MODULE NAME LIFE REQUEST ANSWER
     starter <── {"port": ...} ──
 
-`LIFE`, `REQUEST` and `ANSWER` are descriptors of pipes. The starter alone holds the other end of `LIFE`
-(`sentinel.watch`). `MODULE` has a `main`. The standard streams carry no message: standard input is empty, and what the
-process prints goes to standard error, after `NAME`.
+runs `main` of MODULE. `LIFE`, `REQUEST` and `ANSWER` are descriptors of pipes. The starter alone holds the other end of
+`LIFE`. The watch of that end starts before the import of MODULE, which takes seconds with torch. The standard streams
+carry no message: standard input is empty, and what the process prints goes to standard error, after `NAME`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ import os
 import select
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from typing import Any
 
 from dure.core.node import nothing
 from dure.errors import DureError
-from dure.runtime.launch.relay import write_all
+from dure.runtime.launch.relay import relayed, write_all
 
 START_SECONDS = 120.0
 """Time limit for the start of a shard process."""
@@ -39,7 +41,7 @@ class ShardProcess:
         read, write = os.pipe()
         self._answer, answer = os.pipe()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "dure.runtime.launch.sentinel", module, name, *map(str, (life, read, answer))],
+            [sys.executable, "-m", "dure.runtime.launch.shard_process", module, name, *map(str, (life, read, answer))],
             stdin=subprocess.DEVNULL,
             pass_fds=[life, read, answer],
             start_new_session=True,
@@ -89,3 +91,45 @@ class ShardProcess:
             os.close(self._sentinel)
             os.close(self._answer)
             self._sentinel = -1
+
+
+class Starter:
+    """The pipes between a process and its starter; each carries one JSON line."""
+
+    def __init__(self, request: int, answer: int) -> None:
+        for end in (request, answer):
+            os.set_inheritable(end, False)
+        self._request = request
+        self._answer = answer
+
+    def request(self) -> dict[str, Any]:
+        """Read the starter's request. The process exits if there is none."""
+        line = b""
+        while piece := os.read(self._request, 1 << 12):
+            line += piece
+        if not line.endswith(b"\n"):
+            sys.exit(0)
+        request: dict[str, Any] = json.loads(line)
+        return request
+
+    def answer(self, **fields: Any) -> None:
+        write_all(self._answer, json.dumps(fields).encode() + b"\n")
+
+
+def watch(life: int) -> None:
+    """Exit this process when the other end of the pipe `life` closes, which the end of its holder does too."""
+    threading.Thread(target=_wait_for_the_end, args=(life,), daemon=True, name="dure sentinel").start()
+
+
+def _wait_for_the_end(life: int) -> None:
+    """Exit when the read returns: no process holds the other end any more."""
+    os.read(life, 1)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    module, name, life, *pipes = sys.argv[1:]
+    watch(int(life))
+    with relayed(name):
+        import_module(module).main(Starter(*map(int, pipes)))
+    os._exit(0)  # skips the interpreter's clean-up, for which the starter would wait

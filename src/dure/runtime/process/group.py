@@ -1,10 +1,21 @@
-"""Collectives between processes: those of the engine (`torch.distributed`), as operations of a node."""
+"""Collectives between processes: those of the engine (`torch.distributed`), as operations of a node.
+
+| class | use |
+|---|---|
+| `ProcessGroup` | the group of a method, as seen by one of its processes |
+| `AloneGroup` | the same in a world of one process |
+| `Engine` | the engine's process group of an attached training loop |
+"""
 
 from __future__ import annotations
 
+import os
 import re
+import socket
 from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
 from datetime import timedelta
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,11 +24,13 @@ import torch.distributed as dist
 from dure.core.collective_cost import COLLECTIVES, Path
 from dure.core.node import Operation
 from dure.core.ranges import equal_ranges, gather, size
-from dure.errors import PeerLost
+from dure.errors import PeerLost, UsageError
 from dure.job.gradient import Gradient, GradientWork
 from dure.job.overlap import Overlap
+from dure.runtime.launch.engine_store import one_family, without_watchdog
 
 if TYPE_CHECKING:
+    from dure.runtime.launch.rendezvous import Rendezvous
     from dure.runtime.process.node import ProcessNode
 
 TIMEOUT = timedelta(days=10)
@@ -28,6 +41,94 @@ LOOK = timedelta(seconds=1)
 
 SHORTEST_PAUSE, LONGEST_PAUSE = 2e-5, 1e-3
 """Seconds between two questions to a device whether an operation has ended: at first, and after a long wait."""
+
+DESTROY_SECONDS = 2.0
+"""Time limit for the destruction of a process group after a failure."""
+
+
+class ProcessGroup:
+    """A group of processes, as seen by one member; `engine` is that of some ranks, or None for all.
+
+    Tensors on a device travel by the device's backend of `engine`, tensors on the CPU by Gloo. Control (barriers,
+    agreement, statistics) is on the CPU, so that no step copies it to the device and back.
+    """
+
+    def __init__(self, node: ProcessNode, ranks: Sequence[int], engine: dist.ProcessGroup | None) -> None:
+        self.ranks = tuple(ranks)
+        self._node = node
+        self._engine = engine
+        self._overlap: Overlap | None = None
+        self.bytes_sent = 0
+        self.bytes_received = 0
+        self.messages = 0
+
+    def all_reduce(self, tensor: torch.Tensor) -> Operation[torch.Tensor]:
+        self._count("all_reduce", tensor)
+        works = [self._reduce(tensor)] if len(self.ranks) > 1 else []
+        return self._start("the others' all_reduce", works, lambda: tensor, tensor)
+
+    def all_gather(self, tensor: torch.Tensor) -> Operation[list[torch.Tensor]]:
+        self._count("all_gather", tensor)
+        parts = [torch.empty_like(tensor) for _ in self.ranks]
+        work = dist.all_gather(parts, tensor, group=self._engine, async_op=True)
+        return self._start("the others' all_gather", [work], lambda: parts, tensor)
+
+    def reduce_scatter(self, tensor: torch.Tensor) -> Operation[torch.Tensor]:
+        """Reduce by an all_reduce: the engine's CPU backend has no reduce_scatter for slices of unequal sizes."""
+        self._count("all_reduce", tensor)
+        total = tensor.clone()
+        start, stop = equal_ranges(tensor.numel(), len(self.ranks))[self.ranks.index(self._node.rank)]
+        return self._start(
+            "the others' reduce_scatter", [self._reduce(total)], lambda: total[start:stop].clone(), total
+        )
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Operation[torch.Tensor]:
+        self._count("broadcast", tensor)
+        work = dist.broadcast(tensor, src=root, group=self._engine, async_op=True)
+        return self._start("the root's broadcast", [work], lambda: tensor, tensor)
+
+    def barrier(self) -> Operation[None]:
+        met = torch.zeros(1, device="cpu")
+        return self._start("the others at a barrier", [self._reduce(met)], lambda: None, met)
+
+    def mean_gradient(self, work: GradientWork, share: float) -> Operation[Gradient]:
+        """Compute the mean gradient; its slices are all-reduced during backward. Valid until the next call."""
+        gradient_engine = self._node.gradient_engine
+        assert gradient_engine is not None
+        if self._overlap is None:
+            self._overlap = Overlap(gradient_engine.replica, without={*gradient_engine.tables, *gradient_engine.whole})
+        started = self._node.now()
+        self._overlap.replica.zero_grad()
+        self._overlap.arm(self._reduce)
+        gradient = gradient_engine.backward(work, share)
+        works = self._overlap.finish()
+        computed = self._node.now()
+        self._node.meter.add("compute", started, computed)
+        reduced = self._overlap.slices[::-1]
+        self._count("all_reduce", gradient.values[: size(reduced)])
+
+        def finish() -> Gradient:
+            self._node.meter.add("communicate", computed, self._node.now(), "all_reduce")
+            return gradient if gradient.for_servers is None else gradient.with_values(gather(gradient.values, reduced))
+
+        return self._start("the group's mean gradient", works, finish, gradient.values)
+
+    def _reduce(self, tensor: torch.Tensor) -> Any:
+        return dist.all_reduce(tensor, group=self._engine, async_op=True)
+
+    def _start(
+        self, label: str, works: Sequence[Any], finish: Callable[[], Any], tensor: torch.Tensor
+    ) -> EngineOperation:
+        in_loop = self._engine is not None or tensor.device.type != "cpu"
+        return EngineOperation(self._node, label, works, finish, in_loop=in_loop)
+
+    def _count(self, kind: str, tensor: torch.Tensor) -> None:
+        """Count the bytes of the engine's ring algorithm; the engine reports none."""
+        cost = COLLECTIVES[kind](tensor.numel(), len(self.ranks), Path(0.0, 0.0, 1.0), tensor.element_size())
+        place = self.ranks.index(self._node.rank)
+        self.bytes_sent += cost.sent[place]
+        self.bytes_received += cost.received[place]
+        self.messages += cost.messages[place]
 
 
 class EngineOperation(Operation[Any]):
@@ -115,86 +216,173 @@ def _lost(name: str, label: str, error: RuntimeError) -> PeerLost:
     )
 
 
-class ProcessGroup:
-    """A group of processes, as seen by one member; `engine` is that of some ranks, or None for all.
+class AloneGroup:
+    """The `Group` of a process that trains alone; it sends nothing."""
 
-    Tensors on a device travel by the device's backend of `engine`, tensors on the CPU by Gloo. Control (barriers,
-    agreement, statistics) is on the CPU, so that no step copies it to the device and back.
-    """
+    bytes_sent = bytes_received = messages = 0
 
-    def __init__(self, node: ProcessNode, ranks: Sequence[int], engine: dist.ProcessGroup | None) -> None:
-        self.ranks = tuple(ranks)
+    def __init__(self, node: ProcessNode) -> None:
+        self.ranks: Sequence[int] = (node.rank,)
         self._node = node
-        self._engine = engine
-        self._overlap: Overlap | None = None
-        self.bytes_sent = 0
-        self.bytes_received = 0
-        self.messages = 0
 
     def all_reduce(self, tensor: torch.Tensor) -> Operation[torch.Tensor]:
-        self._count("all_reduce", tensor)
-        works = [self._reduce(tensor)] if len(self.ranks) > 1 else []
-        return self._start("the others' all_reduce", works, lambda: tensor, tensor)
+        return self._done(tensor)
 
     def all_gather(self, tensor: torch.Tensor) -> Operation[list[torch.Tensor]]:
-        self._count("all_gather", tensor)
-        parts = [torch.empty_like(tensor) for _ in self.ranks]
-        work = dist.all_gather(parts, tensor, group=self._engine, async_op=True)
-        return self._start("the others' all_gather", [work], lambda: parts, tensor)
+        return self._done([tensor.clone()])
 
     def reduce_scatter(self, tensor: torch.Tensor) -> Operation[torch.Tensor]:
-        """Reduce by an all_reduce: the engine's CPU backend has no reduce_scatter for slices of unequal sizes."""
-        self._count("all_reduce", tensor)
-        total = tensor.clone()
-        start, stop = equal_ranges(tensor.numel(), len(self.ranks))[self.ranks.index(self._node.rank)]
-        return self._start(
-            "the others' reduce_scatter", [self._reduce(total)], lambda: total[start:stop].clone(), total
-        )
+        return self._done(tensor.clone())
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Operation[torch.Tensor]:
-        self._count("broadcast", tensor)
-        work = dist.broadcast(tensor, src=root, group=self._engine, async_op=True)
-        return self._start("the root's broadcast", [work], lambda: tensor, tensor)
+        return self._done(tensor)
 
     def barrier(self) -> Operation[None]:
-        met = torch.zeros(1, device="cpu")
-        return self._start("the others at a barrier", [self._reduce(met)], lambda: None, met)
+        return self._done(None)
 
-    def mean_gradient(self, work: GradientWork, share: float) -> Operation[Gradient]:
-        """Compute the mean gradient; its slices are all-reduced during backward. Valid until the next call."""
-        gradient_engine = self._node.gradient_engine
-        assert gradient_engine is not None
-        if self._overlap is None:
-            self._overlap = Overlap(gradient_engine.replica, without={*gradient_engine.tables, *gradient_engine.whole})
-        started = self._node.now()
-        self._overlap.replica.zero_grad()
-        self._overlap.arm(self._reduce)
-        gradient = gradient_engine.backward(work, share)
-        works = self._overlap.finish()
-        computed = self._node.now()
-        self._node.meter.add("compute", started, computed)
-        reduced = self._overlap.slices[::-1]
-        self._count("all_reduce", gradient.values[: size(reduced)])
+    def mean_gradient(self, work: Any, share: float) -> Operation[Any]:
+        """Compute the gradient by `GradientEngine.backward`."""
+        assert self._node.gradient_engine is not None
+        self._node.gradient_engine.replica.zero_grad()
+        return self._done(self._node.gradient_engine.backward(work, share))
 
-        def finish() -> Gradient:
-            self._node.meter.add("communicate", computed, self._node.now(), "all_reduce")
-            return gradient if gradient.for_servers is None else gradient.with_values(gather(gradient.values, reduced))
+    def _done(self, value: Any) -> Operation[Any]:
+        operation: Operation[Any] = Operation(self._node.loop, "nobody")
+        operation.resolve(value)
+        return operation
 
-        return self._start("the group's mean gradient", works, finish, gradient.values)
 
-    def _reduce(self, tensor: torch.Tensor) -> Any:
-        return dist.all_reduce(tensor, group=self._engine, async_op=True)
+class Engine:
+    """The process group of all ranks in `rendezvous`, separate from the user's own process group if there is one.
 
-    def _start(
-        self, label: str, works: Sequence[Any], finish: Callable[[], Any], tensor: torch.Tensor
-    ) -> EngineOperation:
-        in_loop = self._engine is not None or tensor.device.type != "cpu"
-        return EngineOperation(self._node, label, works, finish, in_loop=in_loop)
+    Tensors on `device` travel by the device's backend, those of control by Gloo, whichever the user's group has.
+    `group` is the `Group` that methods use; `alone` is true in a world of one rank.
+    """
 
-    def _count(self, kind: str, tensor: torch.Tensor) -> None:
-        """Count the bytes of the engine's ring algorithm; the engine reports none."""
-        cost = COLLECTIVES[kind](tensor.numel(), len(self.ranks), Path(0.0, 0.0, 1.0), tensor.element_size())
-        place = self.ranks.index(self._node.rank)
-        self.bytes_sent += cost.sent[place]
-        self.bytes_received += cost.received[place]
-        self.messages += cost.messages[place]
+    def __init__(self, node: ProcessNode, rendezvous: Rendezvous, device: torch.device) -> None:
+        self.alone = rendezvous.place.world_size == 1
+        self.group: ProcessGroup | AloneGroup = AloneGroup(node)
+        self._engine: dist.ProcessGroup | None = None
+        self._is_mine = False
+        self._device = device
+        self._connections: dict[int, str] = {}
+        if self.alone:
+            return
+        world = range(rendezvous.place.world_size)
+        given = dist.get_backend_config() if dist.is_initialized() else None
+        backends = backends_of(device, rendezvous.exchange("device", place_of(device)), given)
+        before = _sockets()
+        with one_family(), without_watchdog(device):
+            if given is not None:
+                self._engine = dist.new_group(timeout=TIMEOUT, backend=backends)
+            else:
+                store = dist.PrefixStore("engine", rendezvous.store)  # type: ignore[attr-defined]
+                dist.init_process_group(backends, store=store, rank=node.rank, world_size=len(world), timeout=TIMEOUT)
+                self._is_mine = True
+        self._connections = dict(_sockets().items() - before.items())
+        self.group = ProcessGroup(node, world, self._engine)
+
+    def close(self, *, failed: bool = False) -> None:
+        """Destroy the process group; an operation of another rank that needs this rank fails.
+
+        After a failure (`failed`), an operation of the engine may wait for a frozen rank. The engine would wait for
+        that operation, here or at the end of the process. Its connections are broken first, which ends the operation.
+        Gloo misses that if the operation has just begun, so that the destruction has a time limit. Its errors are no
+        news, and would hide the failure. A second call does nothing.
+        """
+        is_mine, engine = self._is_mine, self._engine
+        self._is_mine, self._engine = False, None
+        if not is_mine and engine is None:
+            return
+        if not failed:
+            dist.destroy_process_group(engine)
+            return
+        self._abort(engine)
+        self._break_connections()
+        destroying = Thread(target=_destroy_quietly, args=(engine,), name="end of the engine", daemon=True)
+        destroying.start()
+        destroying.join(DESTROY_SECONDS)
+
+    def _abort(self, engine: dist.ProcessGroup | None) -> None:
+        """End the operations of the device's backend, if it can: NCCL has other ways than sockets between devices."""
+        group = engine or dist.group.WORLD
+        if self._device.type != "cpu" and group is not None:
+            with suppress(RuntimeError):  # only NCCL can
+                group._get_backend(self._device).abort()
+
+    def _break_connections(self) -> None:
+        for descriptor, _ in self._connections.items() & _sockets().items():
+            with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+                if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):  # sockets that listen stay
+                    connection.shutdown(socket.SHUT_RDWR)
+        self._connections = {}
+
+
+def _destroy_quietly(engine: dist.ProcessGroup | None) -> None:
+    with suppress(RuntimeError):
+        dist.destroy_process_group(engine)
+
+
+def _sockets() -> dict[int, str]:
+    """The sockets of this process, by descriptor; empty where the system has no /proc."""
+    found = {}
+    with suppress(OSError):
+        for name in os.listdir("/proc/self/fd"):
+            with suppress(OSError):  # the descriptor of the folder itself, closed by now
+                found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+    return {descriptor: link for descriptor, link in found.items() if link.startswith("socket:")}
+
+
+def backends_of(device: torch.device, places: Sequence[str], given: str | None = None) -> str:
+    """The argument `backend` of `init_process_group` for a rank on `device`; `places` are the `place_of` of all ranks.
+
+    `given` is the backend, or the backends by device type, of a process group that exists. Its choice for the device is
+    kept.
+
+    >>> backends_of(torch.device("cpu"), ["cpu", "cpu"])
+    'gloo'
+    >>> backends_of(torch.device("cuda:0"), ["one/cuda:0", "two/cuda:0"])
+    'cpu:gloo,cuda:nccl'
+    >>> backends_of(torch.device("cuda:0"), ["one/cuda:0", "one/cuda:0"])
+    'cpu:gloo,cuda:gloo'
+    """
+    types = sorted({place.rpartition("/")[2].partition(":")[0] for place in places})
+    if len(types) > 1:
+        raise UsageError(
+            f"the ranks are on devices of different types, {' and '.join(types)}: collectives of the engine need one. "
+            "Move all models to the same type of device."
+        )
+    if device.type == "cpu":
+        return "gloo"
+    chosen = _by_type(given).get(device.type) if given else None
+    return f"cpu:gloo,{device.type}:{chosen or _default(device, places)}"
+
+
+def place_of(device: torch.device) -> str:
+    """The name of the physical device: two processes on one device have the same, also if each numbers its devices.
+
+    A backend that tells no identifier of a device is taken to number them alike in all processes of a machine.
+    """
+    if device.type == "cpu":
+        return "cpu"
+    module = torch.get_device_module(device)
+    index = device.index if device.index is not None else torch.accelerator.current_device_index()
+    properties = module.get_device_properties(device) if hasattr(module, "get_device_properties") else None
+    return f"{socket.gethostname()}/{device.type}:{getattr(properties, 'uuid', index)}"
+
+
+def _by_type(given: str) -> dict[str, str]:
+    """The backends of `get_backend_config`, as in `cpu:gloo,cuda:nccl`."""
+    return dict(part.split(":", 1) for part in given.split(",") if ":" in part)
+
+
+def _default(device: torch.device, places: Sequence[str]) -> str:
+    try:
+        backend = dist.get_default_backend_for_device(device)
+    except ValueError as error:
+        raise UsageError(
+            f"PyTorch names no backend of collectives for {device.type}. Choose one before: "
+            f'torch.distributed.init_process_group("cpu:gloo,{device.type}:<backend>").'
+        ) from error
+    # NCCL refuses two ranks on one device.
+    return "gloo" if backend == "nccl" and len(set(places)) < len(places) else backend

@@ -1,11 +1,13 @@
 """Real time: each node is a process. Its roles and services run on one thread; `runtime.wire` carries its messages.
 
 The loop polls the wire while all tasks wait. A computation runs at once, on the loop's thread. Meanwhile the wire's
-helper thread continues transfers; the loop handles their results when the computation has ended.
+helper thread continues transfers; the loop handles their results when the computation has ended. The first call of
+another process opens the connection to it.
 """
 
 from __future__ import annotations
 
+import heapq
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -15,26 +17,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 
+from dure.core.log import log
 from dure.core.meter import Meter
-from dure.core.node import (
-    Address,
-    Apply,
-    Call,
-    Operation,
-    Reply,
-    Service,
-    Task,
-    TensorSpec,
-    Work,
-)
+from dure.core.node import Address, Apply, Call, Loop, Operation, Reply, Service, Task, TensorSpec, Work, nothing
 from dure.core.node_view import ServiceView
 from dure.core.protocol import COUNT, Method, check
-from dure.errors import DureError, Refused, RemoteError
+from dure.errors import DureError, GreetingLost, Refused, RemoteError
 from dure.job.gradient import GradientWork
-from dure.runtime.process.connector import Connector
-from dure.runtime.process.dispatcher import Dispatcher
-from dure.runtime.process.lane import lane_of
-from dure.runtime.process.loop import ProcessLoop
+from dure.runtime.process.transfers import lane_of
 from dure.runtime.wire import Credentials, Identity, Loss, Request, Respond, Wire, WireLimits
 
 if TYPE_CHECKING:
@@ -44,6 +34,18 @@ if TYPE_CHECKING:
     from dure.job.gradients import GradientEngine
 
 T = TypeVar("T")
+
+IDLE_SECONDS = 1.0
+"""Longest sleep of the loop between two checks."""
+
+CONNECT_SECONDS = 20.0
+"""Time limit of one greeting."""
+
+GREETING_SECONDS = 120.0
+"""Time for which a lost greeting is repeated: as long as a run may take to start."""
+
+AGAIN_SECONDS = 0.1
+"""Pause between two greetings."""
 
 CALL_SECONDS = 300.0
 """Default time limit of a call: long enough for a wait at a barrier."""
@@ -262,6 +264,125 @@ class Hosting:
             node.on_lost(loss)
 
 
+class Dispatcher:
+    """Calls the `services` of the process `name`, and answers with their replies or errors."""
+
+    def __init__(self, name: str, loop: Loop, services: Mapping[str, Service]) -> None:
+        self._name = name
+        self._loop = loop
+        self._services = services
+
+    def call_own(
+        self, operation: Operation[Reply], service: str, call: Call, into: Sequence[torch.Tensor] | None
+    ) -> None:
+        """Resolve `operation` with the answer of an own service, whose tensors are copied to `into`."""
+
+        def answered(answer: Reply | RemoteError) -> None:
+            if isinstance(answer, RemoteError):
+                operation.fail(answer)
+                return
+            if into is not None:
+                for destination, tensor in zip(into, answer.tensors, strict=True):
+                    destination[: tensor.numel()].copy_(tensor)
+                answer.release()
+            operation.resolve(answer)
+
+        self.handle(service, call, answered)
+
+    def handle(
+        self, service: str, call: Call, respond: Callable[[Reply | RemoteError], None], *, isolated: bool = False
+    ) -> None:
+        """Answer `call` by a service of this node, at once or later.
+
+        An error in the handler of an `isolated` call fails that call but not this process.
+        """
+        try:
+            answer = self._services[service].handle(call)
+        except Exception as error:  # noqa: BLE001  (an error of the handler is the answer)
+            respond(self._answer(service, call, error, isolated=isolated))
+            return
+        if isinstance(answer, Reply):
+            respond(answer)
+            return
+        later: Operation[Reply] = (
+            answer if isinstance(answer, Operation) else self._loop.spawn(answer, f"{call.method} for {call.caller}")  # type: ignore[arg-type]
+        )
+
+        def done() -> None:
+            try:
+                reply = later.result()
+            except Exception as error:  # noqa: BLE001  (as above)
+                respond(self._answer(service, call, error, isolated=isolated))
+            else:
+                respond(reply)
+
+        later.when_done(done)
+
+    def _answer(self, service: str, call: Call, error: Exception, *, isolated: bool) -> RemoteError:
+        """The answer for an error of a handler. Raises an unexpected error unless the call is `isolated`."""
+        if isinstance(error, RemoteError):
+            return error
+        if isinstance(error, DureError):
+            return Refused(str(error))
+        if not isolated:
+            raise error
+        return self.failed(service, call, error)
+
+    def failed(self, service: str, call: Call, error: Exception) -> Refused:
+        """Log the `error` of a handler. Return the answer for the caller."""
+        place = f"{call.method} of {service} at {self._name}"
+        log.error("%s, called by %s, has failed.", place, call.caller, exc_info=error)
+        return Refused(f"{place} has failed with {type(error).__name__}: {error}")
+
+
+class Connector:
+    """Connects the process `name` to the hosts in `directory`, which maps names to addresses."""
+
+    def __init__(self, name: str, loop: ProcessLoop, directory: Mapping[str, tuple[str, int]]) -> None:
+        self._directory = directory
+        self._name = name
+        self._loop = loop
+        self._wire = loop.wire
+        self._waiting: dict[str, list[Callable[[RemoteError | None], None]]] = {}
+
+    def when_connected(self, peer: str, start: Callable[[RemoteError | None], None]) -> None:
+        """Call `start` once `peer` is connected, or with the error if it cannot be: at once, or from the loop.
+
+        This method runs no other task: code without `await` stays atomic, and calls leave in the order of their start.
+        """
+        if self._wire.connected(peer):
+            start(None)
+        elif peer in self._waiting:
+            self._waiting[peer].append(start)
+        elif peer not in self._directory:
+            known = ", ".join(self._directory) or "nobody"
+            start(RemoteError(f"{self._name} does not know where {peer} is; it knows {known}."))
+        else:
+            self._waiting[peer] = [start]
+            self._connect(peer, time.monotonic() + GREETING_SECONDS)
+
+    def _connect(self, peer: str, deadline: float) -> None:
+        """Connect to `peer`; repeat a lost greeting until the `deadline`.
+
+        A greeting is lost if one of both processes is stopped for longer than a host waits for a greeting.
+        """
+
+        def opened(error: RemoteError | None) -> None:
+            if isinstance(error, GreetingLost) and time.monotonic() < deadline:
+                self._loop.after(AGAIN_SECONDS, lambda: self._connect(peer, deadline))
+            else:
+                self._opened(peer, error)
+
+        try:
+            self._wire.open(peer, *self._directory[peer], opened, CONNECT_SECONDS)
+        except RemoteError as error:
+            opened(error)
+
+    def _opened(self, peer: str, error: RemoteError | None) -> None:
+        for start in self._waiting.pop(peer):
+            start(error)
+
+
 class Outbox:
     """Service of point-to-point messages: a sender keeps each until the receiver, which knows its size, fetches it."""
 
@@ -295,3 +416,58 @@ class Outbox:
         while deposits and fetching:
             operation, tensor = deposits.popleft()
             fetching.popleft().resolve(Reply(tensors=(tensor.reshape(-1),), release=operation.resolve))
+
+
+class ProcessLoop(Loop):
+    """The event loop of a process: runs tasks, and sleeps in the wire until a message, a timer or a lost connection.
+
+    `waiting` is true while the loop sleeps. `check` is called at least once a second of a wait; an exception that it
+    raises ends the wait.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wire: Wire
+        self.waiting = False
+        self.check: Callable[[], None] = nothing
+        self._polled: list[Callable[[], bool]] = []
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._sequence = 0
+
+    def after(self, seconds: float, callback: Callable[[], None]) -> None:
+        self._sequence += 1
+        heapq.heappush(self._timers, (time.monotonic() + seconds, self._sequence, callback))
+
+    def poll(self, callback: Callable[[], bool]) -> None:
+        """Call `callback` in each round from now on, for as long as it returns True. The loop does not sleep then."""
+        self._polled.append(callback)
+
+    def yield_once(self) -> Operation[None]:
+        """Yield once: resolves after all ready tasks and the transport have run. For busy-waiting code."""
+        operation: Operation[None] = Operation(self, "its turn")
+        self.after(0.0, operation.resolve)
+        return operation
+
+    def run_until(self, operation: Operation[T]) -> T:
+        """Run the loop until `operation` is done. Return its value."""
+        while True:
+            self.run_ready()
+            if operation.done:
+                return operation.result()
+            self.turn(IDLE_SECONDS)
+            self.check()
+
+    def turn(self, longest: float) -> None:
+        """Run one round: wait at most `longest` seconds for the wire or a timer, then run what is due."""
+        if self._timers:
+            longest = min(longest, max(0.0, self._timers[0][0] - time.monotonic()))
+        self.waiting = True
+        self.wire.poll(0.0 if self.ready or self._polled else longest)
+        self.waiting = False
+        if self._polled:
+            polled, self._polled = self._polled, []
+            self._polled += [callback for callback in polled if callback()]
+        now = time.monotonic()
+        while self._timers and self._timers[0][0] <= now:
+            heapq.heappop(self._timers)[2]()
+        self.run_ready()

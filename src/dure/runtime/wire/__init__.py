@@ -2,22 +2,19 @@
 
 | file | content |
 |---|---|
-| `frame` | frames as bytes, and back; no input or output |
-| `integrity` | checksums and authentication of frames |
-| `credentials`, `proof` | the key of a run, and the proof that both ends of a connection have it |
-| `staging` | tensors as bytes; memory for requests, within a budget |
-| `reactor` | selector, timers, wake-ups, the helper thread |
-| `connection` | one connection |
-| `shared_memory` | bulk that stays in memory which both processes map |
-| `unix_socket` | Unix sockets between processes of one machine |
-| `handshake` | both ends of a new connection: proofs, identities, admission |
-| `inbound`, `outbound` | the host's end of an open connection, the caller's end |
 | `wire` | `Wire`: all connections of a process |
+| `handshake` | both ends of a new connection: proofs, identities, admission |
+| `outbound`, `inbound` | the caller's end of an open connection, the host's end |
+| `connection` | one connection, over TCP or a Unix socket |
+| `frame` | frames as bytes, and back; no input or output |
+| `seals` | the key of a run, the proof that both ends have it, checksums and authentication of frames |
+| `memory` | tensors as bytes; memory for requests, within a budget; bulk in memory which two processes map |
+| `reactor` | selector, timers, wake-ups, the helper thread |
 | `values` | identities, requests, losses, traffic, limits |
 """
 
-from dure.runtime.wire.credentials import Credentials
 from dure.runtime.wire.outbound import Pending
+from dure.runtime.wire.seals import Credentials
 from dure.runtime.wire.values import HostCallbacks, Identity, Loss, OnDone, PeerTraffic, Request, Respond, WireLimits
 from dure.runtime.wire.wire import Wire
 

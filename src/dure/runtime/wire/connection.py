@@ -1,4 +1,10 @@
-"""One connection that carries frames in both directions. The meaning of a frame is its side's."""
+"""One connection: its socket, and the frames that it carries in both directions. The meaning of a frame is its side's.
+
+Processes of one machine use a Unix socket in addition to a TCP port. It costs the kernel less than TCP over loopback
+(measured: 31 against 43 ms for 100 MB in both directions). A host that listens on a loopback port also listens on
+`unix_name(port)`; callers try that first. Any process of the machine can take the name, so each side checks that the
+other belongs to the same user, and otherwise uses TCP.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +13,14 @@ import os
 import select
 import selectors
 import socket
+import struct
+import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dure.core.node import TensorSpec
 from dure.errors import DamagedFrame, DureError, PeerLost, Refused, RemoteError
-from dure.runtime.wire.credentials import Credentials
 from dure.runtime.wire.frame import (
     GREETING_NBYTES,
     META_NBYTES,
@@ -25,11 +32,8 @@ from dure.runtime.wire.frame import (
     encode_meta,
     job_code,
 )
-from dure.runtime.wire.integrity import KeyedSeals, PlainSeals, Seals
-from dure.runtime.wire.proof import REFUSAL, UNPROVEN_NBYTES
-from dure.runtime.wire.shared_memory import Borrower, Lender
-from dure.runtime.wire.staging import Staging
-from dure.runtime.wire.unix_socket import process_behind
+from dure.runtime.wire.memory import Borrower, Lender, Staging
+from dure.runtime.wire.seals import REFUSAL, UNPROVEN_NBYTES, Credentials, KeyedSeals, PlainSeals, Seals
 from dure.runtime.wire.values import HostCallbacks, Identity, PeerTraffic, WireLimits
 
 if TYPE_CHECKING:
@@ -37,7 +41,12 @@ if TYPE_CHECKING:
 
     from dure.runtime.wire.reactor import Reactor
 
+_CREDENTIALS = struct.Struct("3i")  # process, user, group
+
+IS_LINUX = sys.platform == "linux"  # only Linux has abstract names, and tells the user of a peer
+
 _SOCKET_NBYTES = 4 << 20
+
 _WAKE_NBYTES = 1 << 20  # while bulk data arrive, sleep until so much is available
 
 
@@ -397,3 +406,62 @@ def tune(sock: socket.socket) -> None:
     for name, value in (("TCP_KEEPIDLE", 2), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 3)):
         if hasattr(socket, name):
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host` is this machine's loopback address."""
+    return host.startswith("127.")
+
+
+def unix_name(port: int) -> str:
+    """Abstract name of the Unix socket beside TCP port `port`. The name ends with its socket."""
+    return f"\0dure port {port}"
+
+
+def listen_unix(port: int) -> socket.socket | None:
+    """Make a listening socket; None where the system has no abstract names, or the name is taken."""
+    if not IS_LINUX:
+        return None
+    sock = socket.socket(socket.AF_UNIX)
+    try:
+        sock.bind(unix_name(port))
+        sock.listen(1024)
+    except OSError:
+        sock.close()
+        return None
+    return sock
+
+
+def connect_unix(port: int) -> socket.socket | None:
+    """Make a connected, non-blocking socket; None if that is not possible."""
+    if not IS_LINUX:
+        return None
+    sock = socket.socket(socket.AF_UNIX)
+    sock.setblocking(False)
+    if sock.connect_ex(unix_name(port)) == 0 and is_mine(sock):
+        return sock
+    sock.close()
+    return None
+
+
+def is_mine(sock: socket.socket) -> bool:
+    """Whether the other end of a connected Unix socket is a process of this user."""
+    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return bool(_CREDENTIALS.unpack(raw)[1] == os.getuid())
+
+
+def process_behind(sock: socket.socket) -> int | None:
+    """Id of the process at the other end of a Unix socket; None if this process may not map its memory."""
+    if not IS_LINUX or sock.family != socket.AF_UNIX:
+        return None
+    process: int = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))[0]
+    return process if process and os.access(f"/proc/{process}/fd", os.R_OK | os.X_OK) else None
+
+
+def has_memory(process: int | None) -> bool:
+    """Whether a process of this machine still has memory. A killed process loses it before its sockets."""
+    try:
+        with open(f"/proc/{process}/statm") as file:
+            return int(file.read().split()[0]) > 0
+    except (FileNotFoundError, ProcessLookupError):
+        return False

@@ -6,7 +6,7 @@
     └────────────────────────────┴───────────────┴────────────┴──────────────────────────┴────────────┘
 
 The header has its own checksum, so its lengths are valid before the rest has arrived, and the checksum of the meta. The
-tag (`integrity`) seals both; the meta is read only after its tag has matched. The trailer seals the payload and comes
+tag (`seals`) seals both; the meta is read only after its tag has matched. The trailer seals the payload and comes
 last: both sides hash the payload piece by piece, as it leaves or arrives, while the piece is in the cache. A frame is
 sealed when its first byte leaves, so a waiting frame can be removed from the queue.
 
@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from dure.errors import DamagedFrame, Refused
-from dure.runtime.wire.integrity import PlainSeals, Seal, Seals, check_tag
+from dure.runtime.wire.seals import PlainSeals, Seal, Seals, check_tag
 
 MAGIC = b"dure"
 VERSION = 2
@@ -49,7 +49,7 @@ _decode = json.JSONDecoder().raw_decode
 class Kind(enum.IntEnum):
     """Kinds of frames."""
 
-    CHALLENGE = 1  # host -> caller, first frame: a nonce (`proof`)
+    CHALLENGE = 1  # host -> caller, first frame: a nonce (`seals`)
     HELLO = 2  # caller -> host: the identity of the caller
     WELCOME = 3  # host -> caller: the identity of the host; calls can begin
     REQUEST = 4
@@ -59,7 +59,7 @@ class Kind(enum.IntEnum):
     REFUSAL = 8  # either direction: the sender closes the connection, with the reason
     GOODBYE = 9  # either direction: the sender has finished
     RETURNED = 10  # caller -> host: the caller has read the memory that a reply lent
-    PROOF = 11  # either direction, after CHALLENGE: the sender has the key (`proof`)
+    PROOF = 11  # either direction, after CHALLENGE: the sender has the key (`seals`)
 
 
 _KINDS = {kind.value: kind for kind in Kind}

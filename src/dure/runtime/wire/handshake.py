@@ -17,12 +17,11 @@ from typing import Any
 
 from dure.core.node import nothing
 from dure.errors import DamagedFrame, GreetingLost, PeerLost, Refused, RemoteError
-from dure.runtime.wire.connection import Connection, Shared
+from dure.runtime.wire.connection import Connection, Shared, connect_unix, is_loopback
 from dure.runtime.wire.frame import Frame, Kind
 from dure.runtime.wire.inbound import Callers, Inbound
 from dure.runtime.wire.outbound import Outbound, error_told
-from dure.runtime.wire.proof import NONCE_NBYTES, Prover
-from dure.runtime.wire.unix_socket import connect_unix, is_loopback
+from dure.runtime.wire.seals import NONCE_NBYTES, Prover
 from dure.runtime.wire.values import Identity
 
 _SAME_KEY = "Give all processes of a run the same key, and each the address of its own run's processes."

@@ -9,10 +9,9 @@ from typing import Any
 
 from dure.core.node import Call, Reply, TensorSpec
 from dure.errors import DamagedFrame, PeerLost, Refused, RemoteError
-from dure.runtime.wire.connection import Connection, Shared
+from dure.runtime.wire.connection import Connection, Shared, has_memory
 from dure.runtime.wire.frame import Frame, Kind
-from dure.runtime.wire.staging import Lease, Share, announced, bytes_of, described, fitting, nbytes_of, spec_of
-from dure.runtime.wire.unix_socket import has_memory
+from dure.runtime.wire.memory import Lease, Share, announced, bytes_of, described, fitting, nbytes_of, spec_of
 from dure.runtime.wire.values import Identity, Loss, WireLimits
 
 _LOOK_SECONDS = 0.25  # period of the check on callers that wait for memory

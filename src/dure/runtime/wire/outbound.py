@@ -11,7 +11,7 @@ from dure.core.node import Reply, TensorSpec
 from dure.errors import CallTimeout, DamagedFrame, PeerLost, Refused, RemoteError
 from dure.runtime.wire.connection import Connection, Shared
 from dure.runtime.wire.frame import Frame, Kind, encode_meta
-from dure.runtime.wire.staging import Lease, announced, bytes_of, described, fitting, nbytes_of, spec_of, specs_told
+from dure.runtime.wire.memory import Lease, announced, bytes_of, described, fitting, nbytes_of, spec_of, specs_told
 from dure.runtime.wire.values import Identity, Loss, OnDone, Request
 
 if TYPE_CHECKING:

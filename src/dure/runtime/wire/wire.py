@@ -23,13 +23,12 @@ from collections.abc import Callable, Iterator
 import torch
 
 from dure.errors import CallTimeout, PeerLost, RemoteError, UsageError
-from dure.runtime.wire.connection import Shared
-from dure.runtime.wire.credentials import Credentials
+from dure.runtime.wire.connection import IS_LINUX, Shared, is_loopback, is_mine, listen_unix
 from dure.runtime.wire.handshake import CallerHandshake, HostHandshake, endpoint
 from dure.runtime.wire.inbound import Callers
 from dure.runtime.wire.outbound import Outbound, Pending
 from dure.runtime.wire.reactor import Reactor
-from dure.runtime.wire.unix_socket import IS_LINUX, is_loopback, is_mine, listen_unix
+from dure.runtime.wire.seals import Credentials
 from dure.runtime.wire.values import HostCallbacks, Identity, OnDone, PeerTraffic, Request, ServesNobody, WireLimits
 
 _EVERYWHERE = ("", "0.0.0.0", "::", "*")  # noqa: S104  (refused, not used)

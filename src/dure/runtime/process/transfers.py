@@ -11,6 +11,8 @@ No step waits for the whole device, and the host waits for no copy. Memory that 
 (`record_stream`), so that the allocator does not hand it out again too early. A buffer of pinned memory returns to the
 pool once its event has come and the wire does not need it any more. If all buffers of a peer are in use, the next
 message to it waits.
+
+Memory on the host names the CPU here and elsewhere: a user may have set another default device of PyTorch.
 """
 
 from __future__ import annotations
@@ -24,14 +26,21 @@ from typing import TYPE_CHECKING
 import torch
 
 from dure.core.node import Call, Operation, Reply
-from dure.runtime.process.pinned import PinnedPool, aligned_nbytes, cut
 
 if TYPE_CHECKING:
     from dure.errors import RemoteError
 
+SLOTS = 2
+"""Buffers per key: one travels while the next is copied."""
+
+ALIGNMENT = 64  # bytes
+
 Tensors = Sequence[torch.Tensor]
+
 Done = Callable[["Reply | RemoteError"], None]
+
 Poll = Callable[[Callable[[], bool]], None]
+
 Send = Callable[[Tensors, Tensors | None, Done], None]
 """Starts a call with its tensors, and with memory for those of its reply; both are on the host."""
 
@@ -266,3 +275,50 @@ def lane_of(device: torch.device | str, poll: Poll) -> Lane | None:
     if device.type == "cpu":
         return None
     return Lane(device, poll)
+
+
+class PinnedPool:
+    """Pinned buffers, at most `SLOTS` for each key. A buffer grows to the largest message of its key, and no further.
+
+    `nbytes` counts the bytes of all buffers.
+    """
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._idle: dict[str, list[torch.Tensor]] = {}
+
+    def take(self, key: str, nbytes: int) -> torch.Tensor | None:
+        """A buffer of at least `nbytes` bytes; None while all buffers of `key` are in use."""
+        idle = self._idle.setdefault(key, [torch.empty(0, dtype=torch.uint8, device="cpu")] * SLOTS)
+        if not idle:
+            return None
+        buffer = idle.pop()
+        if buffer.numel() < nbytes:
+            self.nbytes -= buffer.numel()
+            size = 1 << (nbytes - 1).bit_length()
+            buffer = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+            self.nbytes += buffer.numel()
+        return buffer
+
+    def give_back(self, key: str, buffer: torch.Tensor) -> None:
+        """Return a buffer that nobody reads or writes any more."""
+        self._idle[key].append(buffer)
+
+
+def aligned_nbytes(tensors: Sequence[torch.Tensor]) -> int:
+    """The bytes of a buffer that `cut` divides into memory for `tensors`."""
+    return sum(_aligned(tensor.nbytes) for tensor in tensors)
+
+
+def cut(buffer: torch.Tensor | None, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Divide a buffer into flat tensors of the sizes and dtypes of `tensors`; None if those have no elements."""
+    buffer = torch.empty(0, dtype=torch.uint8, device="cpu") if buffer is None else buffer
+    parts, start = [], 0
+    for tensor in tensors:
+        parts.append(buffer[start : start + tensor.nbytes].view(tensor.dtype))
+        start += _aligned(tensor.nbytes)
+    return parts
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
