@@ -40,6 +40,8 @@ _OTHERS = (
     "dure.run.compare:compare",
     "dure.run.strategy:Strategy",
     "dure.runtime.virtual.cluster:Cluster",
+    "dure.sync.base:Messages",
+    "dure.sync.base:Reasons",
     "dure.sync.base:ServerRule",
     "dure.sync.base:Traits",
     "dure.user_loop.attach:attach",

@@ -55,6 +55,8 @@ from dure.sync.ad_psgd import ADPSGD as ADPSGD
 from dure.sync.asysvrg import AsySVRG as AsySVRG
 from dure.sync.averaging import Averaging as Averaging
 from dure.sync.backup import Backup as Backup
+from dure.sync.base import Messages as Messages
+from dure.sync.base import Reasons as Reasons
 from dure.sync.base import ServerRule as ServerRule
 from dure.sync.base import Traits as Traits
 from dure.sync.bmuf import BMUF as BMUF

@@ -120,7 +120,7 @@ def test_a_method_that_would_decide_for_each_stage_is_refused(strategy, reason):
 def test_every_method_runs_over_stages_or_says_why_not():
     for name in CATALOGUE:
         traits = traits_of(make(name))
-        assert traits.staged != bool(traits.unstaged), name
+        assert traits.staged != bool(traits.reasons.stages), name
 
 
 def test_a_hybrid_topology_does_not_connect_stages():

@@ -1,7 +1,7 @@
 """A strategy as text and as objects: what is read, what is written, and what is refused in which words."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar
 
 import pytest
@@ -18,6 +18,7 @@ from dure.sync.averaging import Averaging
 from dure.sync.bsp import BSP
 from dure.sync.ssp import SSP
 from dure.topology.collective.choice import Collective
+from dure.topology.offers import offers_of
 from dure.topology.parameter_server.choice import ParameterServer
 
 
@@ -232,11 +233,57 @@ def test_a_method_from_elsewhere_goes_by_its_class():
     @dataclass(frozen=True)
     class Mine:
         rate: float = 2.0
-        traits: ClassVar[dure.Traits] = dure.Traits(topologies=("ps",))
+        traits: ClassVar[dure.Traits] = dure.Traits(needs=("servers",))
 
     assert Strategy.of(Mine()).text()["sync"] == "Mine:rate=2"
     with raising(StrategyError, "collective"):
         Strategy.of(Mine(), "collective")
+
+
+@dataclass(frozen=True)
+class Alike:
+    """A topology that no catalogue has, with the offers of one that the catalogue has."""
+
+    offers: frozenset[str]
+    deployed_as: ClassVar[str] = "elsewhere:Alike"
+
+
+@pytest.mark.parametrize("name", catalogue("topology"))
+@pytest.mark.parametrize("sync", catalogue("sync"))
+def test_a_new_topology_runs_with_the_methods_whose_needs_it_offers(sync, name):
+    topology = Alike(offers_of(load(catalogue("topology")[name])))
+    if name in combines(load(catalogue("sync")[sync])):
+        assert Strategy.of(sync, topology).topology is topology
+    else:
+        with pytest.raises(StrategyError, match=f"{sync} does not run over Alike: "):
+            Strategy.of(sync, topology)
+
+
+def test_a_topology_that_offers_too_little_is_refused_with_what_it_offers():
+    with pytest.raises(StrategyError) as caught:
+        Strategy.of("bsp", Alike(frozenset({"tokens", "peers"})))
+    assert "bsp does not run over Alike: it needs mean gradient or servers, and that offers peers, tokens." in str(
+        caught.value
+    )
+
+
+def test_a_method_whose_needs_no_topology_of_the_catalogue_offers_asks_for_one():
+    @dataclass(frozen=True)
+    class Passes:
+        traits: ClassVar[dure.Traits] = dure.Traits(needs=("server",))
+
+    for topology, words in (
+        (None, "needs server, which no topology of dure offers. Name a topology of your own that offers it"),
+        ("ps", "does not run over ps: it needs server, and that offers codec, coordinator, servers, stages. Name a "),
+    ):
+        with pytest.raises(StrategyError) as caught:
+            Strategy.of(Passes(), topology)
+        assert words in str(caught.value)
+    assert str(Strategy.of(Passes(), Alike(frozenset({"server"})))).startswith("Passes Alike")
+
+
+def test_a_method_says_its_properties_in_fifteen_fields():
+    assert len(fields(dure.Traits)) <= 15
 
 
 @pytest.mark.parametrize("axis", AXES)
@@ -271,7 +318,7 @@ from dure import Codec, Traits
 @dataclass(frozen=True)
 class Mine:
     period: int = 8
-    traits = Traits(topologies=("collective",), lockstep=True, delivers="mean")
+    traits = Traits(needs=("group",), lockstep=True, delivers="mean")
 
     async def work(self, worker): ...
 

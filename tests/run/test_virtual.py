@@ -381,7 +381,7 @@ def test_collectives_refuse_who_comes_and_goes(strategy, kind, tmp_path):
 class Forgetful:
     """Computes, and never pushes."""
 
-    traits: ClassVar[dure.Traits] = dure.Traits(topologies=("ps", "collective"), lockstep=True)
+    traits: ClassVar[dure.Traits] = dure.Traits(needs=("servers", "mean gradient"), lockstep=True)
 
     def server_rule(self, optimizer: Any) -> dure.ServerRule:
         return dure.ServerRule(optimizer, Barrier())

@@ -117,7 +117,7 @@ def crossed(partitions: Sequence[str], methods: Sequence[str], codecs: Sequence[
             yield f"{method} {partition.removeprefix(PLAIN).strip()}"
     for method in methods:
         for codec in codecs:
-            if not (codec == OF_GRADIENTS and traits_of(Strategy.parse(method).sync).changes):
+            if not (codec == OF_GRADIENTS and traits_of(Strategy.parse(method).sync).messages.changes):
                 yield f"{method} {codec.removeprefix(PLAIN).strip()}"
 
 

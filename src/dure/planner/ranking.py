@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 
 from dure.planner.timing import Timing
 from dure.run.strategy import Strategy, name_of
+from dure.topology.offers import offers_of
 
 NEAR = 0.95
 
@@ -60,7 +61,7 @@ def assumed_factor(strategy: Strategy, timing: Timing, batch: int) -> float:
     factor = 1 + STALE * timing.staleness * timing.batch_size / batch
     factor *= CODECS.get(name_of("codec", strategy.codec), 1.0)
     period = getattr(strategy.sync, "period", 1)
-    if name_of("topology", strategy.topology) == "gossip":
+    if "peers" in offers_of(strategy.topology):
         factor *= 1 + GOSSIP * math.log2(timing.copies)
         period = max(1.0, timing.memory.weights / max(timing.bytes_per_step, 1.0))  # steps of an exchange
     return factor * (1 + DRIFT * math.log2(period))

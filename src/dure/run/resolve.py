@@ -364,9 +364,10 @@ def check_ties(setup: Setup, stages: Stages) -> None:
                 f"and {text['sync']} over {text['topology']} updates it at each of them at a time of its own, so the "
                 "copies would differ. Use a synchronous method, such as bsp."
             )
-    if setup.codec is None or not ties or not (setup.traits.changes or setup.topology.servers):
+    changes = setup.traits.messages.changes
+    if setup.codec is None or not ties or not (changes or setup.topology.servers):
         return
-    what = "the change of each stage's model" if setup.traits.changes else "what each stage sends to its servers"
+    what = "the change of each stage's model" if changes else "what each stage sends to its servers"
     raise StrategyError(
         f"{text['codec']} encodes {what}, and several workers have copies of the parameter {ties[0].name!r}, which "
         "would become different. Use fp32, other cuts, or bsp over collective, which encodes gradients."

@@ -142,7 +142,7 @@ class Setup:
         """The codec of a timing-only run."""
         codec, known = self.strategy.codec, self.model.code_rates
         # A change of the model is about as many steps of the job's rate as a period has.
-        scale = self.job.optimizer.lr * self.period if self.traits.changes else 1.0
+        scale = self.job.optimizer.lr * self.period if self.traits.messages.changes else 1.0
         key = str(codec), scale
         if key not in known:
             slices = random_slices() if is_on_meta(self.job) else slices_of(self.job)
@@ -390,8 +390,8 @@ def check_rates(setup: Setup) -> None:
     text, both = setup.strategy.text()["sync"], "parameter groups and schedules"
     if setup.coordinated:
         raise UsageError(f"{text} finds the length of its steps itself, so {both} mean nothing to it: leave them out.")
-    if setup.traits.own_rate:
-        raise UsageError(f"{text} has a rate of its own at the workers, local_lr, which knows no {both}: leave it out.")
+    if setup.traits.reasons.rates:
+        raise UsageError(f"{text} has {setup.traits.reasons.rates}, which knows no {both}: leave it out.")
     if rates.schedule is None:
         return
     _ = [rates.at(step) for step in (0, setup.steps - 1)]

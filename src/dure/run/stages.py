@@ -59,7 +59,7 @@ class Delivery:
         """
         if self.traits.delivers != "mean":
             return True
-        if worker.boundary.alone or self.traits.streams:
+        if worker.boundary.alone or self.traits.agreed is None:
             return False
         return done % self.period == 0 if worker.last_sync is None else done == worker.last_sync
 

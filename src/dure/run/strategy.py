@@ -38,6 +38,7 @@ from dure.sync.corrected import parts
 from dure.topology.collective.choice import Collective
 from dure.topology.gossip.choice import Gossip
 from dure.topology.hybrid.choice import Hybrid
+from dure.topology.offers import OFFERS, offering, offers_of
 from dure.topology.parameter_server.choice import ParameterServer
 from dure.topology.shared_memory.choice import SharedMemory
 
@@ -61,14 +62,10 @@ WRAPPER = "codec wrapper"
 JOINS: Mapping[str, str] = {REMEDY: "sync method", WRAPPER: "codec"}
 """The kind of member that each joins."""
 
-STAGED_TOPOLOGIES = ("collective", "ps", "gossip")
-"""The topologies that connect the same stage of several pipelines."""
-
-SERVERS_STEP = ("bsp", "downpour")
-"""The methods over stages whose steps the servers make, where there are servers."""
-
 UNSTAGED = "it decides on each gradient, or uses more than the next one, and a stage has only its part of a gradient"
 """The reason why a method without `Traits.staged` does not run over the stages of a pipeline."""
+
+OWN_TOPOLOGY = 'Name a topology of your own that offers it: topology="FILE.py:CLASS".'
 
 BASES: Mapping[str, type | UnionType] = {"partition": Pipeline | SharedLayers, "codec": Codec}
 """The base classes of members of an axis; a method has none."""
@@ -91,29 +88,31 @@ class Strategy:
     partition: Partition = field(default_factory=Whole)
 
     def __post_init__(self) -> None:
-        name, traits = name_of("topology", self.topology), traits_of(self.sync)
-        if name not in traits.topologies:
-            because = traits.topology_reason or f"it runs over {names(traits.topologies)}"
-            clash = traits.collective_reason
-            if clash and name == "collective":
+        traits, offers = traits_of(self.sync), offers_of(self.topology)
+        if offers.isdisjoint(traits.needs):
+            because = traits.reasons.topology or self._lack(offers)
+            clash = traits.reasons.collective
+            if clash and "group" in offers:
                 because += f", and {clash}"
         else:
-            because = traits.objections.get(name, "")
+            because = traits.objection(offers)
         if because:
-            raise StrategyError(self._refusal(name, because))
+            raise StrategyError(self._refusal(because))
         if not isinstance(self.codec, Float32):
-            self._check_codec(name)
+            self._check_codec(offers)
         pipeline = pipeline_of(self.partition)
         if pipeline is not None:
-            self._check_partition(name, pipeline)
+            self._check_partition(offers, pipeline)
 
-    def _check_partition(self, topology: str, pipeline: Pipeline) -> None:
+    def _check_partition(self, offers: frozenset[str], pipeline: Pipeline) -> None:
         """Raise `StrategyError` if the method or the topology does not run over the parts of a model."""
-        sync, traits = name_of("sync", self.sync), traits_of(self.sync)
+        sync, traits, topology = name_of("sync", self.sync), traits_of(self.sync), name_of("topology", self.topology)
+        by_means = {"mean gradient"} <= {*traits.needs} & offers and "stages" in offers
+        servers_step = "servers" in offers and bool(traits.messages.over) and not traits.messages.changes
         partition = member_text("partition", self.partition)
         over_ways = traits.coordinated and isinstance(self.partition, SharedLayers)
-        if not over_ways and (not traits.staged or traits.unstaged):
-            because = traits.unstaged or UNSTAGED
+        if not over_ways and (not traits.staged or traits.reasons.stages):
+            because = traits.reasons.stages or UNSTAGED
             works = f"{sync} {topology}" if traits.staged else "bsp collective"
             raise StrategyError(
                 f"{member_text('sync', self.sync)} does not run over {partition}: {because}. The nearest that works is "
@@ -121,20 +120,22 @@ class Strategy:
             )
         if isinstance(self.partition, Mesh):
             self._check_mesh(self.partition)
-        if pipeline.versions > 1 and (sync, topology) != ("bsp", "collective"):
+        if pipeline.versions > 1 and not by_means:
             raise StrategyError(
                 f"{sync} over {topology} does not run over {partition}: it reads and writes the one model of a worker, "
                 f'and that has {pipeline.versions}. The nearest that works is "bsp collective {partition}".'
             )
-        if pipeline.reads_velocity and topology == "ps" and sync in SERVERS_STEP:
+        if pipeline.reads_velocity and servers_step:
             raise StrategyError(
-                f"{sync} over ps does not run over {partition}: it predicts by the velocity of a worker's optimizer, "
-                f'and the servers have the optimizer. The nearest that works is "bsp collective {partition}".'
+                f"{sync} over {topology} does not run over {partition}: it predicts by the velocity of a worker's "
+                "optimizer, and the servers have the optimizer. The nearest that works is "
+                f'"bsp collective {partition}".'
             )
-        if topology not in STAGED_TOPOLOGIES:
+        if "stages" not in offers:
+            others = offering(("stages",))
             raise StrategyError(
-                f"{topology} does not connect the replicas of {partition}: there are {names(STAGED_TOPOLOGIES)}. "
-                f'The nearest that works is "{sync} {STAGED_TOPOLOGIES[0]} {partition}".'
+                f"{topology} does not connect the replicas of {partition}: there are {names(others)}. "
+                f'The nearest that works is "{sync} {others[0]} {partition}".'
             )
 
     def _check_mesh(self, mesh: Mesh) -> None:
@@ -151,31 +152,41 @@ class Strategy:
                 f'"gpipe:stages={mesh.pipeline.stages}+{member_text("partition", mesh.shared)}".'
             )
 
-    def _check_codec(self, topology: str) -> None:
+    def _check_codec(self, offers: frozenset[str]) -> None:
         """Raise `StrategyError` if the codec does not fit what the method sends."""
-        codec, sync = codec_name(self.codec), name_of("sync", self.sync)
+        codec, sync, topology = codec_name(self.codec), name_of("sync", self.sync), name_of("topology", self.topology)
         check_joins(self.codec)
         traits = traits_of(self.sync)
-        if topology not in traits.encodes:
-            because = traits.uncoded or f"{sync} over {topology} sends none"
+        messages = traits.messages
+        if "codec" not in offers or offers.isdisjoint(messages.over):
+            because = traits.reasons.codec or f"{sync} over {topology} sends none"
             raise StrategyError(
                 f"{codec} encodes gradients, or changes of models, on their way to be averaged: {because}. The nearest "
                 f'that works is "bsp collective {member_text("codec", self.codec)}", or {sync} with fp32.'
             )
-        if traits.changes and self.codec.vote() is not None:
+        if messages.changes and self.codec.vote() is not None:
             raise StrategyError(
                 f"{codec} is for votes, which say which way each parameter goes and not how far, as {sync} needs it. "
                 f'The nearest that works is "bsp collective {member_text("codec", self.codec)}", or {sync} with 1bit.'
             )
-        if self.codec.vote() is not None and not traits.tallies:
+        if self.codec.vote() is not None and not messages.votes:
             raise StrategyError(
                 f"{codec} is for votes, and {sync} has servers add gradients up: a sum of signs is no sign of the sum. "
                 f'The nearest that works is "bsp {topology} {member_text("codec", self.codec)}", or {sync} with 1bit.'
             )
 
-    def _refusal(self, topology: str, because: str) -> str:
-        sync, traits = name_of("sync", self.sync), traits_of(self.sync)
-        fits = next((each for each in traits.topologies if not traits.objections.get(each)), None)
+    def _lack(self, offers: frozenset[str]) -> str:
+        """The lack of a topology with these offers for the method."""
+        traits = traits_of(self.sync)
+        if traits.topologies and name_of("topology", self.topology) in catalogue("topology"):
+            return f"it runs over {names(traits.topologies)}"
+        return f"it needs {' or '.join(traits.needs)}, and that offers {names(sorted(offers)) or 'nothing'}"
+
+    def _refusal(self, because: str) -> str:
+        sync, traits, topology = name_of("sync", self.sync), traits_of(self.sync), name_of("topology", self.topology)
+        if not traits.topologies:
+            return f"{sync} does not run over {topology}: {because}. {OWN_TOPOLOGY}"
+        fits = next((each for each in traits.topologies if not traits.objection(_offers(each))), None)
         works = f"{sync} {traits.topologies[0]}" if fits is None else f"{member_text('sync', self.sync)} {fits}"
         return f'{sync} does not run over {topology}: {because}. The nearest that works is "{works}".'
 
@@ -196,7 +207,7 @@ class Strategy:
         method = _resolve("sync", sync)
         return cls(
             sync=method,
-            topology=_resolve("topology", topology if topology is not None else traits_of(method).topologies[0]),
+            topology=_resolve("topology", topology if topology is not None else _default_topology(method)),
             codec=_resolve("codec", codec),
             partition=_resolve("partition", partition),
         )
@@ -207,6 +218,22 @@ class Strategy:
 
     def __str__(self) -> str:
         return " ".join(self.text().values())
+
+
+def _default_topology(method: Sync) -> str:
+    """The name of the topology that a method prefers. Raises `StrategyError` if none of the catalogue suits it."""
+    needs, found = traits_of(method).needs, traits_of(method).topologies
+    if not found:
+        sync, near = name_of("sync", method), nearest(needs[0], OFFERS)
+        raise StrategyError(
+            f"{sync} needs {' or '.join(needs)}, which no topology of dure offers. {OWN_TOPOLOGY}{near}"
+        )
+    return found[0]
+
+
+def _offers(topology: str) -> frozenset[str]:
+    """The offers of a topology of the catalogue."""
+    return offers_of(load(catalogue("topology")[topology]))
 
 
 def catalogue(axis: str) -> Catalogue:

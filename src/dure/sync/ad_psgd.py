@@ -27,7 +27,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from dure.sync.base import Traits
+from dure.sync.base import Reasons, Traits
 
 if TYPE_CHECKING:
     from dure.sync.worker import Worker
@@ -42,12 +42,13 @@ class ADPSGD:
     )
 
     traits: ClassVar[Traits] = Traits(
-        topologies=("gossip",),
-        lockstep=False,
+        needs=("peers",),
+        reasons=Reasons(
+            loop="its neighbors average with a model at any time, also while backward() uses it",
+            topology="its workers meet in pairs, each at its own time, and have no server between them",
+        ),
         delivers="mean",
         staged=True,
-        no_loop="its neighbors average with a model at any time, also while backward() uses it",
-        topology_reason="its workers meet in pairs, each at its own time, and have no server between them",
     )
 
     async def work(self, worker: Worker) -> None:

@@ -37,7 +37,7 @@ import torch
 
 from dure.core.parameter import parameter
 from dure.job.data.split import Replicated
-from dure.sync.base import ServerRule, Traits
+from dure.sync.base import Reasons, ServerRule, Traits
 from dure.topology.parameter_server.policies import Barrier
 
 if TYPE_CHECKING:
@@ -64,15 +64,15 @@ class AsySVRG:
     )
 
     traits: ClassVar[Traits] = Traits(
-        topologies=("shared",),
-        lockstep=False,
-        delivers="server",
+        needs=("memory",),
+        reasons=Reasons(
+            loop="it needs the gradient of all data, of which a loop of one's own sees a part",
+            topology="its workers write to one model, in the memory of one machine",
+            stages="it computes gradients of all samples too, and a stage works on the next mini-batch",
+        ),
         vectors=("snapshot", "mean"),
         sampling=Replicated(),
         chooses_samples=True,
-        no_loop="it needs the gradient of all data, of which a loop of one's own sees a part",
-        topology_reason="its workers write to one model, in the memory of one machine",
-        unstaged="it computes gradients of all samples too, and a stage works on the next mini-batch",
     )
 
     def __post_init__(self) -> None:

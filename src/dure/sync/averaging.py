@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from dure.core.parameter import parameter
 from dure.job.optimizer import OptimizerSpec
-from dure.sync.base import ServerRule, Traits
+from dure.sync.base import Messages, Reasons, ServerRule, Traits
 from dure.sync.local_sgd import LocalSGD
 from dure.sync.pace import EqualSteps, EqualTime, Pace
 from dure.sync.period import AdaptivePeriod, DecayingPeriod, EpochPeriod, FixedPeriod, OverheadPeriod, Schedule
@@ -97,9 +97,9 @@ class Averaging:
     )
 
     traits: ClassVar[Traits] = Traits(
-        topologies=("collective", "ps"),
+        needs=("group", "servers"),
+        messages=Messages(changes=True),
         delivers="mean",
-        changes=True,
         staged=True,
     )
 
@@ -141,16 +141,15 @@ class Averaging:
     def adapted(self) -> Traits:
         """The traits under these parameters."""
         chosen = self.algorithm
-        state = {"ps": "servers hold the model and no worker's optimizer state"} if self.state == "average" else {}
-        return replace(
-            self.traits,
-            lockstep=chosen.pace.lockstep,
+        state = {"servers": "servers hold the model and no worker's optimizer state"} if self.state == "average" else {}
+        reasons = Reasons(
             objections={**state, **chosen.pace.objections, **chosen.weights.objections},
-            encodes=chosen.weights.encodes,
-            uncoded=chosen.weights.uncoded,
-            unstaged=chosen.weights.unstaged or chosen.schedule.unstaged or chosen.pace.unstaged,
-            no_loop=chosen.schedule.no_loop or chosen.weights.no_loop or chosen.pace.no_loop or self._no_loop,
+            codec=chosen.weights.uncoded,
+            stages=chosen.weights.unstaged or chosen.schedule.unstaged or chosen.pace.unstaged,
+            loop=chosen.schedule.no_loop or chosen.weights.no_loop or chosen.pace.no_loop or self._no_loop,
         )
+        messages = Messages(over=chosen.weights.encodes, changes=True)
+        return replace(self.traits, reasons=reasons, messages=messages, lockstep=chosen.pace.lockstep)
 
     @property
     def _no_loop(self) -> str:

@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from dure.core.parameter import parameter
-from dure.sync.base import ServerRule, Traits
+from dure.sync.base import Messages, Reasons, ServerRule, Traits
 from dure.topology.parameter_server.admission import most
 from dure.topology.parameter_server.policies import FirstOf
 
@@ -52,15 +52,15 @@ class Backup:
     )
 
     traits: ClassVar[Traits] = Traits(
-        topologies=("ps",),
+        needs=("servers",),
+        reasons=Reasons(
+            topology="it goes on without the slowest workers",
+            collective="a collective needs all of them",
+            stages="it leaves out the last gradients, and each stage would leave out others",
+        ),
+        messages=Messages(over=("servers",), votes=True),
         lockstep=True,
-        delivers="server",
-        encodes=("ps",),
-        tallies=True,
         sampling="whole",
-        topology_reason="it goes on without the slowest workers",
-        collective_reason="a collective needs all of them",
-        unstaged="it leaves out the last gradients, and each stage would leave out others",
     )
 
     def __post_init__(self) -> None:

@@ -6,11 +6,12 @@ uses one object, its `Worker`, and no socket, clock or device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from dure.errors import StrategyError
+from dure.topology.offers import offering
 
 if TYPE_CHECKING:
     from dure.job.optimizer import OptimizerSpec
@@ -19,61 +20,102 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class Reasons:
+    """The reasons of a method, with which refusals end.
+
+    - `topology` completes "X does not run over Y: "; `collective` is added where Y offers a group. `objections` has the
+      reasons against needs of the method under these parameters.
+    - `codec`: why a codec cannot encode its messages.
+    - `stages`: why it does not run over the stages of a pipeline, at all or under these parameters.
+    - `loop`: why `dure.attach` cannot run it.
+    - `rates` completes "X has ": why it cannot follow parameter groups and schedules.
+    """
+
+    topology: str = ""
+    collective: str = ""
+    objections: Mapping[str, str] = field(default_factory=dict)
+    codec: str = ""
+    stages: str = ""
+    loop: str = ""
+    rates: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Messages:
+    """The messages of a method that a codec may encode: those `over` the needs that are named.
+
+    `changes`: the messages are changes of the model, not gradients. `votes`: they may be signs for a vote.
+    """
+
+    over: tuple[str, ...] = ()
+    changes: bool = False
+    votes: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Traits:
     """The properties of a method that strategies, topologies and runs depend on.
 
-    - `topologies`: the topologies that the method runs over; the first is the default. `topology_reason` completes the
-      error "X does not run over Y: "; `collective_reason` is added where Y is a collective. `objections` maps a
-      topology to the reason against it under these parameters.
+    - `needs`: what a topology must offer (`topology.offers`). One of the needs suffices; the first is preferred.
+    - `reasons`: with which refusals end. `messages`: those that a codec may encode.
     - `lockstep`: all workers have the same clock at a step boundary. A checkpoint is taken when each worker reaches the
       scheduled clock; without lockstep, when the first worker reaches it. Over collectives all methods are in lockstep.
     - `delivers`: the result. `"server"`: the parameters of the servers; `"replica"`: the parameters of one worker (all
       are equal); `"mean"`: the mean of the replicas; any other name: the vector that each worker keeps under it
       (`Worker.keep`; all are equal). Over servers the result is always that of the servers.
-    - `agreed`: the name under which a worker keeps the common model, if its own parameters differ from it.
-    - `streams`: parts of the model are sent at different times, so no common model exists at any step.
+    - `agreed`: the name under which a worker keeps the common model, if its own parameters differ from it. None: parts
+      of the model are sent at different times, so no common model exists at any step.
     - `alone`: each worker ends at its own time, over collectives too.
-    - `coordinated`: the method has `coordinate(lead)`, which server 0 runs, and workers evaluate its portions. Several
-      workers may hold a copy of the model and evaluate a portion together, if each parameter has one holder.
-    - `sparse`: the method takes sparse gradients, flat and coalesced.
-    - `stale_gradients`: servers apply gradients of older versions, so corrections may be joined.
-    - `encodes`: the topologies over which a codec may encode messages; `uncoded` is the reason against the others.
-      `changes`: the messages are changes of the model, not gradients. `tallies`: the messages may be signs for a vote.
     - `staged`: the method takes one gradient after another and decides on none, so it may run over each stage of a
-      pipeline. `unstaged` is the reason why it may not under these parameters.
-    - `fewest`: the least number of workers.
+      pipeline, unless `reasons.stages` says why not under these parameters.
+    - `stale_gradients`: servers apply gradients of older versions, so corrections may be joined.
+    - `sparse`: the method takes sparse gradients, flat and coalesced.
     - `vectors`: names of the vectors beside the model in shared memory.
-    - `sampling`: replaces the job's split of the data. `local_optimizer` replaces the job's optimizer, unless the run
-      names one. `own_rate`: workers also step by a learning rate that is a parameter of the method.
-    - `no_loop`: the reason why `dure.attach` cannot run the method.
-    - `chooses_samples`: workers compute gradients of samples that the method chooses.
+    - `fewest`: the least number of workers.
+    - `sampling`: replaces the job's split of the data. `chooses_samples`: workers compute gradients of samples that the
+      method chooses.
+    - `local_optimizer` replaces the job's optimizer, unless the run names one.
     """
 
-    topologies: tuple[str, ...]
+    needs: tuple[str, ...]
+    reasons: Reasons = field(default_factory=Reasons)
+    messages: Messages = field(default_factory=Messages)
     lockstep: bool = False
     delivers: str = "server"
-    topology_reason: str = ""
-    collective_reason: str = ""
-    objections: Mapping[str, str] = field(default_factory=dict)
-    agreed: str = ""
-    streams: bool = False
+    agreed: str | None = ""
     alone: bool = False
-    coordinated: bool = False
-    sparse: bool = False
-    stale_gradients: bool = False
-    encodes: tuple[str, ...] = ()
-    uncoded: str = ""
-    changes: bool = False
-    tallies: bool = False
     staged: bool = False
-    unstaged: str = ""
-    fewest: int = 1
+    stale_gradients: bool = False
+    sparse: bool = False
     vectors: tuple[str, ...] = ()
+    fewest: int = 1
     sampling: Any = None
-    local_optimizer: OptimizerSpec | None = None
-    own_rate: bool = False
-    no_loop: str = ""
     chooses_samples: bool = False
+    local_optimizer: OptimizerSpec | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.needs, str) or not self.needs:
+            raise ValueError(
+                f'needs must be a tuple of names, got {self.needs!r}. Use ("group",) for a group of workers.'
+            )
+
+    @property
+    def topologies(self) -> tuple[str, ...]:
+        """The topologies of the catalogue that the method runs over; the first is the default."""
+        return offering(self.needs)
+
+    @property
+    def coordinated(self) -> bool:
+        """Whether the method has `coordinate(lead)`, which server 0 runs, and workers evaluate its portions.
+
+        Several workers may hold a copy of the model and evaluate a portion together, if each parameter has one holder.
+        """
+        return "coordinator" in self.needs
+
+    def objection(self, offers: Collection[str]) -> str:
+        """The reason against a topology with these offers, which has a need of the method; empty if it suits."""
+        against = [self.reasons.objections.get(need, "") for need in self.needs if need in offers]
+        return next(iter(against), "") if all(against) else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +180,8 @@ def traits_of(method: Any) -> Traits:
     found = method.adapted() if isinstance(method, Adapted) else getattr(method, "traits", None)
     if not isinstance(found, Traits):
         raise StrategyError(
-            f"{type(method).__name__} says nothing of itself: give its class traits = dure.Traits(topologies=(...)), "
-            "with what it runs over."
+            f"{type(method).__name__} says nothing of itself: give its class traits = dure.Traits(needs=(...)), "
+            "with what a topology must offer."
         )
     return found
 

@@ -36,7 +36,7 @@ from torch import Tensor
 from dure.core.node import EndOfWork, Ghost, Operation
 from dure.core.parameter import parameter
 from dure.job.optimizer import OptimizerSpec
-from dure.sync.base import ServerRule, Traits
+from dure.sync.base import Messages, Reasons, ServerRule, Traits
 from dure.sync.fragments import Fragments, part
 from dure.topology.parameter_server.policies import Barrier
 
@@ -80,12 +80,11 @@ class BMUF:
     )
 
     traits: ClassVar[Traits] = Traits(
-        topologies=("collective", "ps"),
+        needs=("group", "servers"),
+        messages=Messages(over=("group", "servers"), changes=True),
         lockstep=True,
         delivers="mean",
         agreed="model",
-        encodes=("collective", "ps"),
-        changes=True,
         staged=True,
     )
 
@@ -107,16 +106,15 @@ class BMUF:
         """The traits under these parameters: with overlap or fragments, parts of the model are sent on their own."""
         if not self.overlap and self.fragments == 1:
             return self.traits
-        return replace(
-            self.traits,
-            streams=True,
-            unstaged="fragments cut the vector of the whole model" if self.fragments > 1 else "",
-            encodes=(),
-            uncoded="a codec keeps the rest of a whole block's change; with overlap or fragments parts of it travel",
+        reasons = Reasons(
             objections={
-                "ps": "a push holds the whole model and a block ends when it is applied, without overlap and fragments"
+                "servers": "a push holds the whole model and a block ends when it is applied, without overlap and "
+                "fragments"
             },
+            codec="a codec keeps the rest of a whole block's change; with overlap or fragments parts of it travel",
+            stages="fragments cut the vector of the whole model" if self.fragments > 1 else "",
         )
+        return replace(self.traits, reasons=reasons, messages=Messages(changes=True), agreed=None)
 
     def server_rule(self, optimizer: OptimizerSpec) -> ServerRule:
         return ServerRule(OptimizerSpec("sgd", lr=self.zeta, momentum=self.momentum), Barrier())

@@ -21,7 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from dure.sync.base import ServerRule, Traits
+from dure.sync.base import Messages, ServerRule, Traits
 from dure.topology.parameter_server.policies import Barrier
 
 if TYPE_CHECKING:
@@ -36,11 +36,10 @@ class BSP:
     paper: ClassVar[str] = "Valiant, A Bridging Model for Parallel Computation, CACM 1990"
 
     traits: ClassVar[Traits] = Traits(
-        topologies=("collective", "ps", "hybrid"),
+        needs=("mean gradient", "servers"),
+        messages=Messages(over=("mean gradient", "servers"), votes=True),
         lockstep=True,
         delivers="replica",
-        encodes=("collective", "ps"),
-        tallies=True,
         staged=True,
     )
 

@@ -47,7 +47,7 @@ class Corrected:
 
     def adapted(self) -> Traits:
         """The method's traits, over servers alone."""
-        return replace(traits_of(self.method), topologies=("ps",))
+        return replace(traits_of(self.method), needs=("servers",))
 
     def server_rule(self, optimizer: OptimizerSpec) -> ServerRule:
         """Return the method's rule, without the remedies."""
@@ -98,7 +98,7 @@ def _refusal(method: Any, remedy: Correction | Retuning) -> str:
     name = _name(remedy)
     cure = "a parameter server's stale gradients"
     because = "its servers apply no gradient that is older than their model"
-    if "ps" not in traits_of(method).topologies:
+    if {"servers", "coordinator"}.isdisjoint(traits_of(method).needs):
         because = "it runs without a parameter server"
     works = combines(type(remedy)) or STALE
     if _name(method) in works:

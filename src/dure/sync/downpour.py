@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from dure.core.node import EndOfWork
 from dure.core.parameter import parameter
-from dure.sync.base import ServerRule, Traits
+from dure.sync.base import Messages, Reasons, ServerRule, Traits
 from dure.topology.parameter_server.policies import OneFirst
 
 if TYPE_CHECKING:
@@ -78,13 +78,13 @@ class Downpour:
     )
 
     traits: ClassVar[Traits] = Traits(
-        topologies=("ps",),
-        lockstep=False,
-        delivers="server",
+        needs=("servers",),
+        reasons=Reasons(
+            topology="its workers push and pull at different times",
+            collective="a collective needs all of them at once",
+        ),
+        messages=Messages(over=("servers",)),
         stale_gradients=True,
-        encodes=("ps",),
-        topology_reason="its workers push and pull at different times",
-        collective_reason="a collective needs all of them at once",
         staged=True,
     )
 
@@ -106,7 +106,8 @@ class Downpour:
     def adapted(self) -> Traits:
         """The traits under these parameters."""
         alone = "warm_start begins with one worker, and each stage would choose its own" if self.warm_start else ""
-        return replace(self.traits, own_rate=self.local_lr > 0, unstaged=alone)
+        rates = "a rate of its own at the workers, local_lr" if self.local_lr else ""
+        return replace(self.traits, reasons=replace(self.traits.reasons, stages=alone, rates=rates))
 
     def server_rule(self, optimizer: OptimizerSpec) -> ServerRule:
         if self.server == "sgd":

@@ -63,12 +63,7 @@ class EASGD:
         symbol="α",
     )
 
-    traits: ClassVar[Traits] = Traits(
-        topologies=("ps", "collective"),
-        lockstep=False,
-        delivers=CENTER,
-        staged=True,
-    )
+    traits: ClassVar[Traits] = Traits(needs=("servers", "group"), delivers=CENTER, staged=True)
 
     def __post_init__(self) -> None:
         _check(self.period, self.elasticity)
@@ -102,12 +97,7 @@ class EAMSGD:
     )
     momentum: float = parameter(0.9, "Nesterov momentum of the workers' own steps", range=">= 0, < 1", symbol="δ")
 
-    traits: ClassVar[Traits] = Traits(
-        topologies=("ps", "collective"),
-        lockstep=False,
-        delivers=CENTER,
-        staged=True,
-    )
+    traits: ClassVar[Traits] = Traits(needs=("servers", "group"), delivers=CENTER, staged=True)
 
     def __post_init__(self) -> None:
         _check(self.period, self.elasticity)

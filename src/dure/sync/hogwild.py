@@ -36,7 +36,7 @@ import torch
 
 from dure.core.node import EndOfWork, Ghost
 from dure.core.parameter import parameter
-from dure.sync.base import ServerRule, Traits
+from dure.sync.base import Reasons, ServerRule, Traits
 
 if TYPE_CHECKING:
     from dure.job.optimizer import OptimizerSpec
@@ -58,13 +58,13 @@ class Hogwild:
     )
 
     traits: ClassVar[Traits] = Traits(
-        topologies=("shared",),
-        lockstep=False,
-        delivers="server",
+        needs=("memory",),
+        reasons=Reasons(
+            loop=_NO_LOOP,
+            topology="its workers write to one model, in the memory of one machine",
+            stages="its workers share the memory of one model, and the stages of a pipeline have one each",
+        ),
         sparse=True,
-        no_loop=_NO_LOOP,
-        topology_reason="its workers write to one model, in the memory of one machine",
-        unstaged="its workers share the memory of one model, and the stages of a pipeline have one each",
     )
 
     def __post_init__(self) -> None:
@@ -96,13 +96,13 @@ class HogBatch:
     )
 
     traits: ClassVar[Traits] = Traits(
-        topologies=("shared",),
-        lockstep=False,
-        delivers="server",
+        needs=("memory",),
+        reasons=Reasons(
+            loop=_NO_LOOP,
+            topology="its workers write to one model, in the memory of one machine",
+            stages="its workers share the memory of one model, and the stages of a pipeline have one each",
+        ),
         sparse=True,
-        no_loop=_NO_LOOP,
-        topology_reason="its workers write to one model, in the memory of one machine",
-        unstaged="its workers share the memory of one model, and the stages of a pipeline have one each",
     )
 
     def __post_init__(self) -> None:

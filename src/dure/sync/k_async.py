@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from dure.core.parameter import parameter
-from dure.sync.base import ServerRule, Traits
+from dure.sync.base import Messages, Reasons, ServerRule, Traits
 from dure.topology.parameter_server.admission import most
 from dure.topology.parameter_server.policies import AnyOf
 
@@ -53,15 +53,15 @@ class KAsync:
     )
 
     traits: ClassVar[Traits] = Traits(
-        topologies=("ps",),
-        lockstep=False,
-        delivers="server",
+        needs=("servers",),
+        reasons=Reasons(
+            topology="its workers are at different versions",
+            collective="a collective needs all of them at the same one",
+            stages="its servers group the gradients that come first, and each stage would form other groups",
+        ),
+        messages=Messages(over=("servers",)),
         stale_gradients=True,
-        encodes=("ps",),
         sampling="whole",
-        topology_reason="its workers are at different versions",
-        collective_reason="a collective needs all of them at the same one",
-        unstaged="its servers group the gradients that come first, and each stage would form other groups",
     )
 
     def __post_init__(self) -> None:
@@ -107,15 +107,15 @@ class KBatchAsync:
     )
 
     traits: ClassVar[Traits] = Traits(
-        topologies=("ps",),
-        lockstep=False,
-        delivers="server",
+        needs=("servers",),
+        reasons=Reasons(
+            topology="its workers push at different times",
+            collective="a collective needs all of them at once",
+            stages="its servers group the gradients that come first, and each stage would form other groups",
+        ),
+        messages=Messages(over=("servers",)),
         stale_gradients=True,
-        encodes=("ps",),
         sampling="whole",
-        topology_reason="its workers push at different times",
-        collective_reason="a collective needs all of them at once",
-        unstaged="its servers group the gradients that come first, and each stage would form other groups",
     )
 
     def __post_init__(self) -> None:

@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from dure.core.parameter import parameter
-from dure.sync.base import ServerRule, Traits
+from dure.sync.base import Messages, Reasons, ServerRule, Traits
 from dure.topology.parameter_server.admission import most
 from dure.topology.parameter_server.policies import FirstOf
 
@@ -55,14 +55,15 @@ class KSync:
     )
 
     traits: ClassVar[Traits] = Traits(
-        topologies=("ps",),
+        needs=("servers",),
+        reasons=Reasons(
+            topology="it goes on without the slowest workers",
+            collective="a collective needs all of them",
+            stages="it leaves gradients out, and each stage would leave out others",
+        ),
+        messages=Messages(over=("servers",)),
         lockstep=True,
-        delivers="server",
-        encodes=("ps",),
         sampling="whole",
-        topology_reason="it goes on without the slowest workers",
-        collective_reason="a collective needs all of them",
-        unstaged="it leaves gradients out, and each stage would leave out others",
     )
 
     def __post_init__(self) -> None:
@@ -110,14 +111,14 @@ class KBatchSync:
     )
 
     traits: ClassVar[Traits] = Traits(
-        topologies=("ps",),
-        lockstep=False,
-        delivers="server",
-        encodes=("ps",),
+        needs=("servers",),
+        reasons=Reasons(
+            topology="a fast worker gives several gradients to an update",
+            collective="a collective takes one of each",
+            stages="it leaves gradients out, and each stage would leave out others",
+        ),
+        messages=Messages(over=("servers",)),
         sampling="whole",
-        topology_reason="a fast worker gives several gradients to an update",
-        collective_reason="a collective takes one of each",
-        unstaged="it leaves gradients out, and each stage would leave out others",
     )
 
     def __post_init__(self) -> None:

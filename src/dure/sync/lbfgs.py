@@ -42,7 +42,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from dure.core.parameter import parameter
 from dure.errors import DivergedError
 from dure.sync import line_search
-from dure.sync.base import ServerRule, Traits
+from dure.sync.base import Reasons, ServerRule, Traits
 from dure.sync.line_search import Trial
 from dure.topology.parameter_server.portion_client import Sums
 
@@ -84,14 +84,14 @@ class LBFGS:
     )
 
     traits: ClassVar[Traits] = Traits(
-        topologies=("ps",),
-        coordinated=True,
+        needs=("coordinator",),
+        reasons=Reasons(
+            loop="its coordinator asks for gradients of any data at any point, and a loop has its own",
+            topology="its vectors live on servers, where a coordinator commands them",
+            stages="it computes the gradient of a whole batch in portions, and a stage works on the next mini-batch",
+        ),
         lockstep=True,
-        delivers="server",
         chooses_samples=True,
-        no_loop="its coordinator asks for gradients of any data at any point, and a loop has its own",
-        topology_reason="its vectors live on servers, where a coordinator commands them",
-        unstaged="it computes the gradient of a whole batch in portions, and a stage works on the next mini-batch",
     )
 
     def __post_init__(self) -> None:

@@ -38,7 +38,7 @@ class OneShot:
     paper: ClassVar[str] = "Zinkevich et al., Parallelized Stochastic Gradient Descent, NeurIPS 2010"
 
     traits: ClassVar[Traits] = Traits(
-        topologies=("collective", "ps"),
+        needs=("group", "servers"),
         lockstep=True,
         delivers="mean",
         alone=True,

@@ -21,7 +21,7 @@ class Pace(Protocol):
     """Gives a worker's steps of a round, and what it contributes to the average.
 
     `lockstep`: all workers are at the same clock when they average. Otherwise the first worker that ends its work ends
-    the work of all. `objections`, `unstaged` and `no_loop` are reasons as in `Traits`.
+    the work of all. `objections`, `unstaged` and `no_loop` are as in `Reasons`.
     """
 
     lockstep: ClassVar[bool] = True
@@ -66,7 +66,7 @@ class EqualTime(Pace):
 
     lockstep: ClassVar[bool] = False
     objections: ClassVar[Mapping[str, str]] = {
-        "collective": (
+        "group": (
             "workers that do different numbers of steps are at different clocks, and a collective needs all at one"
         )
     }

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from dure.core.parameter import parameter
 from dure.job.optimizer import OptimizerSpec
-from dure.sync.base import ServerRule, Traits
+from dure.sync.base import Messages, Reasons, ServerRule, Traits
 from dure.topology.parameter_server.policies import Bounded
 
 if TYPE_CHECKING:
@@ -59,13 +59,13 @@ class SSP:
     )
 
     traits: ClassVar[Traits] = Traits(
-        topologies=("ps",),
-        lockstep=False,
-        delivers="server",
-        encodes=("ps",),
-        topology_reason="its workers are at different clocks",
-        collective_reason="a collective needs all of them at the same one",
-        unstaged="its servers count the lead of each worker, and each stage would have a count of its own",
+        needs=("servers",),
+        reasons=Reasons(
+            topology="its workers are at different clocks",
+            collective="a collective needs all of them at the same one",
+            stages="its servers count the lead of each worker, and each stage would have a count of its own",
+        ),
+        messages=Messages(over=("servers",)),
     )
 
     def __post_init__(self) -> None:

@@ -31,12 +31,13 @@ LEAST_FISHER = 1e-12
 class Weights(Protocol):
     """Weighs the workers' models. `measures`: by figures of all workers, not of one alone.
 
-    `known`: before a round begins. `encodes`, `uncoded`, `objections`, `unstaged` and `no_loop` are those of `Traits`.
+    `known`: before a round begins. `encodes` are the needs over which a codec may encode; `uncoded`, `objections`,
+    `unstaged` and `no_loop` are reasons as in `Reasons`.
     """
 
     measures: ClassVar[bool] = False
     known: ClassVar[bool] = True
-    encodes: ClassVar[tuple[str, ...]] = ("collective",)
+    encodes: ClassVar[tuple[str, ...]] = ("group",)
     uncoded: ClassVar[str] = "servers are pushed models, and a codec encodes how far they have gone"
     objections: ClassVar[Mapping[str, str]] = {}
     unstaged: ClassVar[str] = ""
@@ -118,7 +119,7 @@ class FisherWeights(Weights):
     encodes: ClassVar[tuple[str, ...]] = ()
     uncoded: ClassVar[str] = "a mean with weights of each parameter's own needs two vectors from everybody, as they are"
     objections: ClassVar[Mapping[str, str]] = {
-        "ps": "a mean with weights of each parameter's own needs two vectors from everybody, and a push brings one"
+        "servers": "a mean with weights of each parameter's own needs two vectors from everybody, and a push brings one"
     }
 
     def begin(self, worker: Worker) -> None:

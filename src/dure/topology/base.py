@@ -123,6 +123,7 @@ class TopologyWorker(Protocol):
 class Choice(Protocol):
     """A topology as a value of a strategy; `deployed_as` names its class in a run, "module:class"."""
 
+    offers: ClassVar[frozenset[str]]
     deployed_as: ClassVar[str]
 
 

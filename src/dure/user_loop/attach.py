@@ -135,7 +135,7 @@ def _chosen(sync: Any, topology: Any, codec: Codec | str | None, partition: Part
 
 
 def _check_strategy(strategy: Strategy) -> None:
-    because = traits_of(strategy.sync).no_loop
+    because = traits_of(strategy.sync).reasons.loop
     if because:
         raise UsageError(f"{member_text('sync', strategy.sync)} does not run in a loop of one's own: {because}.")
     because = topology_of(strategy.topology).no_loop

@@ -67,7 +67,7 @@ class Lied(BSP):
     liars: int = 0
     lie: str = "random"
 
-    traits: ClassVar[Traits] = replace(BSP.traits, topologies=("ps",), delivers="server", encodes=("ps",))
+    traits: ClassVar[Traits] = replace(BSP.traits, needs=("servers",), delivers="server")
 
     async def work(self, worker: Worker) -> None:
         while True:

@@ -39,6 +39,7 @@ class Collective:
         unit="workers",
     )
 
+    offers: ClassVar[frozenset[str]] = frozenset({"group", "codec", "stages"})
     deployed_as: ClassVar[str] = "dure.topology.collective.topology:CollectiveTopology"
 
     def __post_init__(self) -> None:

@@ -29,6 +29,7 @@ class Gossip:
     degree: int = parameter(4, "graph=random-regular: neighbors of each worker", range=">= 2", unit="workers")
     seed: int = parameter(0, "graph=random-regular: seed of the graph", range=">= 0")
 
+    offers: ClassVar[frozenset[str]] = frozenset({"peers", "stages"})
     deployed_as: ClassVar[str] = "dure.topology.gossip.topology:GossipTopology"
     more_rows: ClassVar[str] = "dure.topology.gossip.graph:graph_rows"
 

@@ -27,6 +27,7 @@ class Hybrid:
     shards: int | None = parameter(None, "servers; none: as many as workers", range=">= 1", unit="servers")
     colocated: bool = parameter(True, "servers run on the workers' machines instead of machines of their own")
 
+    offers: ClassVar[frozenset[str]] = frozenset({"mean gradient"})
     deployed_as: ClassVar[str] = "dure.topology.hybrid.topology:HybridTopology"
 
     def __post_init__(self) -> None:

@@ -37,6 +37,7 @@ class ParameterServer:
         BOUND, "split=hybrid: size from which a layer is cut over all servers", range=">= 1", unit="elements"
     )
 
+    offers: ClassVar[frozenset[str]] = frozenset({"servers", "coordinator", "codec", "stages"})
     deployed_as: ClassVar[str] = "dure.topology.parameter_server.topology:ServerTopology"
 
     def __post_init__(self) -> None:

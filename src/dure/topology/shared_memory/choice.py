@@ -26,6 +26,7 @@ class SharedMemory:
     )
     locks: int = parameter(64, "mode=atomic: equal ranges of the model, each with a lock", range=">= 1", unit="ranges")
 
+    offers: ClassVar[frozenset[str]] = frozenset({"memory"})
     deployed_as: ClassVar[str] = "dure.topology.shared_memory.topology:SharedMemoryTopology"
 
     def __post_init__(self) -> None:
