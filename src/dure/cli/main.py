@@ -24,7 +24,6 @@ import tyro
 from tyro.conf import Positional, UseAppendAction
 
 from dure import __version__
-from dure.cli.emission import Emission, check_emission, of_train
 from dure.cli.reproduce import PaperStudy, with_flags
 from dure.cli.rl import RlOptions, values_of
 from dure.core.extras import extra_is_there, import_extra
@@ -34,6 +33,7 @@ from dure.core.user_code import explain_user_errors
 from dure.errors import DureError, UsageError
 from dure.planner.options import PlanOptions
 from dure.run.config import CompareConfig, Count, Options, TrainConfig, Workers, checked, goal
+from dure.run.emit import Emission, check_emission, launch_of_train
 from dure.run.places import DEFAULT, has_early_fork_server, is_started_outside
 from dure.runtime.launch.interruption import Interrupted, Interruption
 from dure.runtime.launch.relay import STDERR, STDOUT, flush, ready_streams
@@ -166,7 +166,10 @@ class Train(TrainConfig, Emission):
         if AUTO in (self.strategy, self.sync):
             decided = _decided(TrainConfig(**{**options, "key_file": None}), self.within)
             options |= {name: getattr(decided, name) for name in ("strategy", "sync", "batch_size", "workers")}
-        text = of_train(options, self, self.nodes)
+        from dure.run.emit_targets import emitted
+
+        assert self.emit is not None
+        text = emitted(self.emit, launch_of_train(options, self.nodes, self.image))
         return CommandResult({"emit": self.emit, "text": text}, [text])
 
 

@@ -7,13 +7,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from dure.cli.emission import of_plan
 from dure.planner.candidates import PLAIN
 from dure.report.comparison import NOTHING, bytes_text, count_text, seconds_text
+from dure.run.emit import launch_of
+from dure.run.emit_targets import emitted
 
 if TYPE_CHECKING:
-    from dure.cli.emission import Emission
     from dure.planner.options import PlanOptions
+    from dure.run.emit import Emission
 
 SHOWN = 10
 """Strategies in the table."""
@@ -38,7 +39,8 @@ def advice(options: PlanOptions, emission: Emission) -> tuple[dict[str, Any], Se
 
         said = f"page: {write_plan_page(options.report, values)}"
     if emission.emit is not None:
-        text = of_plan(found, emission)
+        command = found.commands[found.strategy]
+        text = emitted(emission.emit, launch_of(command.config, command.ranks, emission.image))
         return {**values, "emitted": text}, [text], "\n".join(filter(None, [*sentences(values), said]))
     return values, [answer(values), table(values), ending(values)], said
 

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 from dure.planner.ddp_script import ddp_script
 from dure.planner.timing import config_of
 from dure.run.config import TrainConfig
-from dure.run.emit import torchrun
-from dure.run.emit.arguments import arguments_of
-from dure.run.emit.launch import Launch, ranks_of
+from dure.run.emit import Launch, arguments_of, ranks_of
+from dure.run.emit_targets import line, start_words
 
 if TYPE_CHECKING:
     from dure.job.job import Job
@@ -37,7 +36,7 @@ class Command:
         if len(self.ranks) == 1:
             return shlex.join(["dure", *arguments_of(replace(self.config, workers=self.ranks[0], on="local"))])
         each = str(self.ranks[0]) if len(set(self.ranks)) == 1 else "RANKS"
-        return torchrun.line(Launch(self.config, len(self.ranks), self.ranks[0]), each)
+        return line(Launch(self.config, len(self.ranks), self.ranks[0]), each)
 
 
 def command_of(scene: Scene, config: PlanOptions, row: Ranked) -> Command:
@@ -55,7 +54,7 @@ def script_of(command: Command, job: Job, *, named: bool) -> str | None:
     """
     config, text = command.config, command.config.job if named else None
     each = str(command.ranks[0]) if len(set(command.ranks)) == 1 else "RANKS"
-    start = torchrun.start_words(len(command.ranks), each)
+    start = start_words(len(command.ranks), each)
     return ddp_script(
         job,
         text,

@@ -50,8 +50,8 @@ from dure.run import checkpoint
 from dure.run.checkpoint_schedule import CheckpointSchedule, LastCheckpoint
 from dure.run.failures import FailureTracker, LivenessLimits, LivenessMonitor, RestartPolicy
 from dure.run.history import History
-from dure.run.launcher import Launcher
 from dure.run.outcome import Outcome, count_stages
+from dure.run.places import Launcher
 from dure.run.process import COUNTED, FaultSettings
 from dure.run.roster import Commands, ProcessRoster, Registration, RunProgress
 from dure.run.snapshots import Delivered, Results, merged_buffers

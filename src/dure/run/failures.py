@@ -19,7 +19,7 @@ from dure.runtime.launch.fork_server import LOADER as FORK_SERVER
 
 if TYPE_CHECKING:
     from dure.run.config import Options
-    from dure.run.launcher import Launcher
+    from dure.run.places import Launcher
     from dure.run.roster import ProcessRoster
     from dure.run.setup import Setup
     from dure.runtime.process.node import ProcessLoop

@@ -8,6 +8,7 @@ A launcher is a module in `run/launchers/` with two functions:
 | `run_real(config, prebuilt, run_here)` | the record of the run; the leading process calls `run_here(config, launch)` |
 
 `launch(setup, callbacks, saved, folder)` carries out the run on processes and returns its `Outcome`.
+Its driver starts processes through a `Launcher`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from importlib import import_module
 from types import ModuleType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from dure.runtime.heartbeat import BeatPipe
 
 
 class RealPlace(NamedTuple):
@@ -56,3 +60,38 @@ def is_started_outside(on: str) -> bool:
 def has_early_fork_server(on: str) -> bool:
     """Whether a run there can use a fork server that was started before the run was resolved."""
     return on in LAUNCHERS and LAUNCHERS[on].early_fork_server
+
+
+class Launcher(Protocol):
+    """Starts processes by name, sends signals to them, and reports their exits."""
+
+    @property
+    def exited(self) -> Mapping[str, int]:
+        """Exit statuses by name, negative for a signal."""
+        ...
+
+    @property
+    def beats(self) -> BeatPipe:
+        """The pipe through which the heartbeats of all processes come."""
+        ...
+
+    @property
+    def processes(self) -> Mapping[str, int]:
+        """Process ids of the running processes of this machine, by name."""
+        ...
+
+    def start(self, name: str, **arguments: Any) -> None:
+        """Start a process; `arguments` are those of a `LaunchSpec`."""
+        ...
+
+    def signal(self, name: str, number: int) -> None:
+        """Send a signal to a process of this machine."""
+        ...
+
+    def look(self) -> None:
+        """Read the exits since the last call. Raises `DureError` if the launcher itself has failed."""
+        ...
+
+    def last_line(self, name: str) -> str:
+        """The last line of output of a process that has ended."""
+        ...

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from dure.core.node import Operation
     from dure.job.companions import Figures
     from dure.run.failures import FailureTracker, LivenessMonitor, RestartPolicy
-    from dure.run.launcher import Launcher
+    from dure.run.places import Launcher
     from dure.run.roster import Commands, ProcessRoster, RunProgress
     from dure.run.setup import Setup
     from dure.runtime.wire import Loss

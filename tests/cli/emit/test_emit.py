@@ -16,9 +16,8 @@ from support.structural_schema import faults
 from dure.cli.main import main, parse
 from dure.errors import UsageError
 from dure.run.config import TrainConfig
-from dure.run.emit import TARGETS, emitted
-from dure.run.emit.arguments import arguments_of
-from dure.run.emit.launch import Launch, launch_of, ranks_of
+from dure.run.emit import Launch, arguments_of, launch_of, ranks_of
+from dure.run.emit_targets import TARGETS, emitted
 from dure.runtime.virtual.cluster import Cluster, Machines, SharedHost
 from dure_studies import namespaces
 
