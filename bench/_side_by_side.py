@@ -37,6 +37,7 @@ from dure.run.workers import build_worker
 from dure.runtime.process.group import ProcessGroup
 from dure.runtime.process.node import ProcessNode
 from dure.runtime.wire import Credentials, Identity
+from dure.sync.worker import Worker
 from dure_jobs.data.location import find
 from dure_jobs.mnist import convnet
 
@@ -94,7 +95,7 @@ class Dure:
 
     async def _work(self) -> None:
         with contextlib.suppress(Suspend):
-            await self.setup.sync.work(self.worker)
+            await self.setup.sync.work(Worker(self.worker))
 
     @property
     def params(self) -> torch.Tensor:

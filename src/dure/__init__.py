@@ -44,6 +44,7 @@ _OTHERS = (
     "dure.sync.base:Reasons",
     "dure.sync.base:ServerRule",
     "dure.sync.base:Traits",
+    "dure.sync.worker:Worker",
     "dure.user_loop.attach:attach",
     "dure.user_loop.ddp_hook:hook",
 )

@@ -16,9 +16,7 @@ from dure.job.job import load_job
 from dure.run.strategy import make
 from dure.runtime.virtual.cluster import Cluster, Event, Link, Machines
 from dure.runtime.virtual.compute import Constant, LogNormal, ShiftedExponential, Trace
-from dure.sync.backup import Backup
-from dure.sync.k_async import KAsync, KBatchAsync
-from dure.sync.k_sync import KBatchSync, KSync
+from dure.sync.quorum import Backup, KAsync, KBatchAsync, KBatchSync, KSync
 
 UNEVEN = Cluster(machines=(Machines(count=4, compute=LogNormal(sigma=0.5)),))
 OPTIONS: dict[str, Any] = {"steps": 8, "batch_size": 8, "split": "striped", "optimizer": "momentum", "lr": 0.05}

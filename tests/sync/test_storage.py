@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dure.sync.storage import Storage
+from dure.sync.worker_state import Storage
 from dure.topology.replica import Pulled
 
 

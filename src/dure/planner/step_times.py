@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from dure.sync.worker import Worker
+    from dure.sync.worker_state import WorkerState
 
 
 class StepTimes:
@@ -24,7 +24,7 @@ class StepTimes:
         self._times: dict[int, list[float]] = {}
         self._sent: list[int] = []
 
-    def __call__(self, worker: Worker, now: float, sent: Callable[[], int]) -> None:
+    def __call__(self, worker: WorkerState, now: float, sent: Callable[[], int]) -> None:
         """Note that a worker has finished a step."""
         self._times.setdefault(worker.number, []).append(now)
         if worker.number == next(iter(self._times)):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from dure.run.checkpoint import Parts
 
 if TYPE_CHECKING:
-    from dure.sync.worker import Worker
+    from dure.sync.worker_state import WorkerState
 
 Row = dict[str, Any]
 """A row of the history."""
@@ -30,4 +30,4 @@ class Callbacks:
     checkpoint: Callable[[int, Parts], None] = lambda step, parts: None
     rewind: Callable[[int], None] = lambda rows: None
     notice: Callable[[str], None] = lambda text: None
-    stepped: Callable[[Worker, float, Callable[[], int]], None] = lambda worker, seconds, sent: None
+    stepped: Callable[[WorkerState, float, Callable[[], int]], None] = lambda worker, seconds, sent: None

@@ -22,7 +22,7 @@ from dure.runtime.virtual.compute import Constant
 if TYPE_CHECKING:
     from dure.core.meter import Span
     from dure.run.strategy import Strategy
-    from dure.sync.worker import Worker
+    from dure.sync.worker_state import WorkerState
 
 WORKERS, SLOW = 4, 0.5
 STEP = 0.010
@@ -46,7 +46,7 @@ def picture_of(strategy: Strategy, title: str) -> TimePicture:
     """Run `strategy` and make its picture. Raises `UsageError` for one that does not run in virtual time."""
     steps: dict[str, list[tuple[float, str]]] = {}
 
-    def stepped(worker: Worker, now: float, sent: Callable[[], int]) -> None:
+    def stepped(worker: WorkerState, now: float, sent: Callable[[], int]) -> None:
         steps.setdefault(f"{WORKER} {worker.number}", []).append((now, _version(worker)))
 
     setup, cluster = resolve(_config(strategy), Prebuilt(cluster=_cluster(), strategy=strategy))
@@ -85,7 +85,7 @@ def _listed(servers: Sequence[str]) -> str:
     return f"server{'s' if len(numbers) > 1 else ''} {' and '.join(numbers)}" if numbers else ""
 
 
-def _version(worker: Worker) -> str:
+def _version(worker: WorkerState) -> str:
     """The version of the servers' weights at which a gradient was computed; empty without servers."""
     versions = worker.versions
     if versions is None:

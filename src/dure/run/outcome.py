@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from dure.core.meter import Span
     from dure.run.setup import Setup
-    from dure.sync.worker import Worker
+    from dure.sync.worker_state import WorkerState
 
 
 DRAWN = 128
@@ -166,7 +166,7 @@ def _graph(setup: Setup) -> dict[str, Any]:
     }
 
 
-def figures_of(worker: Worker) -> dict[str, Any]:
+def figures_of(worker: WorkerState) -> dict[str, Any]:
     """The figures of a worker's stage; nothing for a worker with a whole model."""
     return worker.source.figures if isinstance(worker.source, StageSource) and worker.clock else {}
 

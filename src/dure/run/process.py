@@ -38,14 +38,14 @@ from dure.runtime.launch.engine_store import connected, lead_engine, one_family,
 from dure.runtime.memory import memory_limit
 from dure.runtime.process.node import ProcessNode
 from dure.runtime.wire import Loss
-from dure.sync import membership, saved
+from dure.sync import lifecycle
 from dure.topology.parameter_server.clock import EVICT_SECONDS
 
 if TYPE_CHECKING:
     from dure.job.gradient import Gradient
     from dure.run.setup import Setup
     from dure.runtime.process.group import ProcessGroup
-    from dure.sync.worker import Worker
+    from dure.sync.worker_state import WorkerState
 
 PROGRESS_SECONDS = 0.1
 """Period of a worker's progress reports."""
@@ -271,7 +271,7 @@ class WorkerProcess(RunProcess):
             engine.read_in_place(worker.params)  # no server replaces them
         self.snapshots.resume(worker.clock)
         if not resumed:
-            await membership.join(worker, newcomer=reply.fields["newcomer"] or bool(parts), period=setup.period)
+            await lifecycle.join(worker, newcomer=reply.fields["newcomer"] or bool(parts), period=setup.period)
         self._began = worker.clock
         go = await node.call(DRIVER_ADDRESS, "ready")
         node.begin(go.fields["seconds"])
@@ -316,7 +316,7 @@ class WorkerProcess(RunProcess):
 
     async def _finish(self) -> None:
         worker, node = self.worker, self.node
-        await membership.leave(worker)
+        await lifecycle.leave(worker)
         seconds = node.now()
         await self.snapshots.settled()
         await node.given_to_wire()
@@ -346,14 +346,14 @@ class WorkerProcess(RunProcess):
 
     # ---- while it works
 
-    def on_step(self, worker: Worker, gradient: Gradient) -> None:
+    def on_step(self, worker: WorkerState, gradient: Gradient) -> None:
         """Report progress if that is due, and take the snapshots that are due: called after each gradient."""
         now = self.node.now()
         if now >= self._said + PROGRESS_SECONDS or worker.clock == self.setup.steps:
             self._report(now)
         self.snapshots.at_step(worker)
 
-    def _on_boundary(self, worker: Worker) -> None:
+    def _on_boundary(self, worker: WorkerState) -> None:
         """Take the snapshots that are due, and report this worker's steps to the driver."""
         self.snapshots.at_boundary(worker)
         if worker.clock % self.setup.eval_every == 0 and worker.clock > self._began:
@@ -387,7 +387,7 @@ class WorkerProcess(RunProcess):
 
     # ---- checkpoints
 
-    def _suspend_due(self, worker: Worker) -> bool:
+    def _suspend_due(self, worker: WorkerState) -> bool:
         return self.suspending or self.next_checkpoint <= min(worker.clock, self.setup.steps)
 
     def _suspend_now(self, step: int) -> None:
@@ -410,7 +410,7 @@ class WorkerProcess(RunProcess):
     async def _checkpoint(self) -> None:
         reply = await self.node.call(DRIVER_ADDRESS, "suspended", step=self.next_checkpoint)
         await self.node.given_to_wire()
-        state = saved.state(self.worker)
+        state = lifecycle.state(self.worker)
         state.plain |= {"counted": self._counts(), **self._metered()}
         problem = None
         try:

@@ -24,7 +24,7 @@ from dure.run.server_side import ServerSide
 from dure.run.stages import Delivery, StagedTopology, Stages, WorkerData
 from dure.runtime.memory import MappedMemory
 from dure.sync.base import Periodic, Traits, server_rule_of, traits_of
-from dure.sync.worker import Boundary
+from dure.sync.worker_state import Boundary
 from dure.topology.base import MethodNeeds, RunPlan, Topology, deployed
 from dure.topology.parameter_server.client import ServerClient
 from dure.topology.parameter_server.layout import ServerLayout
@@ -104,7 +104,7 @@ class Setup:
     def period(self) -> int:
         """A worker's mini-batches between two places where all workers meet: one tick of the servers' clock.
 
-        A method whose rounds differ in length says itself where they begin (`Worker.last_sync`, `Stats`).
+        A method whose rounds differ in length says itself where they begin (`WorkerState.last_sync`, `Stats`).
         """
         return self.sync.period if isinstance(self.sync, Periodic) else 1
 

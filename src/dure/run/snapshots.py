@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from dure.run.setup import Setup
     from dure.run.stages import Stages
     from dure.runtime.process.node import ProcessNode
-    from dure.sync.worker import Worker
+    from dure.sync.worker_state import WorkerState
 
 
 Reports = Mapping[str, Mapping[str, Any]]
@@ -178,7 +178,7 @@ class Snapshots:
         for task in list(self._parts.values()):
             await task
 
-    def at_boundary(self, worker: Worker) -> None:
+    def at_boundary(self, worker: WorkerState) -> None:
         """Take a snapshot that is due at a step boundary, where the model holds all gradients up to the clock."""
         setup, self._clock = self.setup, worker.clock
         if worker.sessions.rows is not None:
@@ -190,7 +190,7 @@ class Snapshots:
         elif worker.clock and worker.clock % setup.eval_every == 0:
             self._send_part(worker)
 
-    def at_step(self, worker: Worker) -> None:
+    def at_step(self, worker: WorkerState) -> None:
         """Take a snapshot that is due when a gradient has been computed and not yet been used."""
         done = worker.clock - 1
         if self.setup.coordinated:
@@ -199,7 +199,7 @@ class Snapshots:
         elif worker.sessions.rows is not None and self.is_due(done):  # then all rows have been read for this step
             self._send(worker.params, self._buffers, done, worker.world_size * done)
 
-    def _take(self, worker: Worker) -> None:
+    def _take(self, worker: WorkerState) -> None:
         if self.is_due(worker.clock):
             common = not worker.over_servers
             updates = self.setup.delivery.gradients_in_common(worker) if common else worker.server.gradients_held()
@@ -226,7 +226,7 @@ class Snapshots:
         with suppress(RemoteError):  # a failed server or driver is reported elsewhere
             await self.node.call(DRIVER_ADDRESS, "snapshot", values, *buffers, updates=await _counted(updates), **said)
 
-    def _send_part(self, worker: Worker) -> None:
+    def _send_part(self, worker: WorkerState) -> None:
         own = worker.clock - worker.given if worker.over_servers else self.setup.delivery.gradients_in(worker)
         at_servers = worker.server.gradients_held() if worker.over_servers else 0
         values, buffers, step = self.setup.delivery.shown(worker).clone(), _copied(worker.buffers), worker.clock
@@ -248,14 +248,14 @@ class Snapshots:
             await self.node.call(DRIVER_ADDRESS, "part", values, *buffers, **fields)
         self._parts.pop(step, None)
 
-    def _take_of_others(self, worker: Worker) -> None:
+    def _take_of_others(self, worker: WorkerState) -> None:
         if self.setup.stages is not None and worker.buffers is not None:
             return  # no worker has the buffers of all stages
         if self.is_due(worker.clock):
             self._next_after(worker.clock)
             self.node.spawn(self._asking_others(worker), f"a snapshot of {self.node.name}")
 
-    async def _asking_others(self, worker: Worker) -> None:
+    async def _asking_others(self, worker: WorkerState) -> None:
         """Send the servers' or the peers' newest model. It holds at least the steps that the driver knew of before."""
         buffers = _copied(worker.buffers)
         with suppress(RemoteError):
@@ -264,7 +264,7 @@ class Snapshots:
             said = {"seconds": self.node.now(), "steps": slowest, "bytes": self._bytes_sent(), "updates": updates}
             await self.node.call(DRIVER_ADDRESS, "snapshot", values, *buffers, **said)
 
-    async def _others(self, worker: Worker) -> tuple[torch.Tensor, int]:
+    async def _others(self, worker: WorkerState) -> tuple[torch.Tensor, int]:
         """The servers' or the peers' newest model, and the number of gradients in it."""
         stages = self.setup.stages
         if stages is not None:
@@ -276,7 +276,7 @@ class Snapshots:
         return await worker.server.client.look(worker.params.clone())
 
 
-async def _model_of_peers(stages: Stages, worker: Worker, node: Node) -> tuple[torch.Tensor, int]:
+async def _model_of_peers(stages: Stages, worker: WorkerState, node: Node) -> tuple[torch.Tensor, int]:
     """The mean of the models of all pipelines in gossip, asked for on `node`, and the number of gradients in them."""
     models, gradients = [], 0
     for rank in stages.layout.parts:

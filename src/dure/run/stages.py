@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from dure.partition.pipeline import Pipeline
     from dure.partition.shared_layers import SharedLayers
     from dure.sync.base import Traits
-    from dure.sync.worker import Worker
+    from dure.sync.worker_state import WorkerState
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Delivery:
     batch_sizes: tuple[int, ...]
     model: InitialModel
 
-    def is_common(self, worker: Worker, done: int) -> bool:
+    def is_common(self, worker: WorkerState, done: int) -> bool:
         """Whether a worker of a synchronous method has, after `done` steps, the model that all others have then.
 
         Where models differ between two meetings, their mean is the method's model.
@@ -63,19 +63,19 @@ class Delivery:
             return False
         return done % self.period == 0 if worker.last_sync is None else done == worker.last_sync
 
-    def shown(self, worker: Worker) -> torch.Tensor:
+    def shown(self, worker: WorkerState) -> torch.Tensor:
         """The model of a worker of a synchronous method at a step boundary, as the run would deliver it there."""
         common = self.is_common(worker, worker.clock)
         traits = self.traits
         return worker.delivering((traits.agreed or traits.delivers) if common else traits.delivers)
 
-    def gradients_in(self, worker: Worker) -> int:
+    def gradients_in(self, worker: WorkerState) -> int:
         """The number of a worker's own gradients in the model that it delivers without a server."""
         # A model kept apart from the worker's parameters is told of gradients now and then only.
         apart = self.traits.delivers in worker.kept
         return (worker.given if apart else worker.clock - worker.joined_at) - worker.refusals.total
 
-    def gradients_in_common(self, worker: Worker) -> int:
+    def gradients_in_common(self, worker: WorkerState) -> int:
         """The number of gradients in the model that all workers have over collectives, where this worker is now."""
         return len(self.batch_sizes) * self.gradients_in(worker)
 

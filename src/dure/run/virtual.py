@@ -35,7 +35,7 @@ from dure.run.virtual_membership import Attendance, ClusterEvents
 from dure.run.workers import build_worker, restore_worker, work_through
 from dure.runtime.virtual.network import Network
 from dure.runtime.virtual.runtime import VirtualRuntime
-from dure.sync import membership, saved
+from dure.sync import lifecycle
 
 if TYPE_CHECKING:
     from dure.job.gradient import Gradient
@@ -45,12 +45,12 @@ if TYPE_CHECKING:
     from dure.run.setup import Setup
     from dure.runtime.virtual.cluster import Cluster
     from dure.runtime.virtual.compute import Durations
-    from dure.sync.worker import Boundary, Worker
+    from dure.sync.worker_state import Boundary, WorkerState
     from dure.topology.parameter_server.clock import ClockService
     from dure.topology.parameter_server.coordinator import Coordinator
 
-OnStep = Callable[["Worker", "Gradient"], None]
-OnWorker = Callable[["Worker"], None]
+OnStep = Callable[["WorkerState", "Gradient"], None]
+OnWorker = Callable[["WorkerState"], None]
 
 WEIGHTS_STREAM = 2
 """Separates the random weights of messages from other streams of the same seed."""
@@ -147,7 +147,7 @@ class VirtualSegment:
         self.suspending = False
         self.last_end = self.last_crash = self.started
         self.servers: list[HostedServer] = []
-        self.workers: dict[int, Worker] = {}
+        self.workers: dict[int, WorkerState] = {}
         self.first = setup.workers  # the lowest number among those that know a loss
         self.steps = [0] * setup.workers
         self.roles: dict[int, Task[None]] = {}
@@ -313,11 +313,11 @@ class VirtualSegment:
 
     # ---- work of a worker
 
-    async def _role(self, worker: Worker, *, join: bool, newcomer: bool) -> None:
+    async def _role(self, worker: WorkerState, *, join: bool, newcomer: bool) -> None:
         if join:
-            await membership.join(worker, newcomer=newcomer, period=self.setup.period)
+            await lifecycle.join(worker, newcomer=newcomer, period=self.setup.period)
         await work_through(self.setup.sync, worker, self.setup.period)
-        await membership.leave(worker)
+        await lifecycle.leave(worker)
 
     def _ended(self, rank: int) -> None:
         role = self.roles[rank]
@@ -337,7 +337,7 @@ class VirtualSegment:
         self.attendance.at[rank] = self.workers[rank].clock
         self.last_end = self.runtime.kernel.now
 
-    def _on_step(self, worker: Worker, gradient: Gradient) -> None:
+    def _on_step(self, worker: WorkerState, gradient: Gradient) -> None:
         setup = self.setup
         if setup.reports(worker.number):
             self.totals.counts["samples"] += worker.source.batch_size
@@ -346,7 +346,7 @@ class VirtualSegment:
         if worker.number == self.first:
             self.whole.callbacks.progress(worker.clock, setup.steps, gradient.loss, self.totals.counts["samples"])
 
-    def _on_made(self, worker: Worker) -> None:
+    def _on_made(self, worker: WorkerState) -> None:
         """Count a step that has been made, or begun in vain."""
         self.attendance.done += 1
         self.steps[worker.number] += 1
@@ -422,7 +422,7 @@ class VirtualSegment:
     def _all_crashed(self) -> bool:
         return self.roles.keys() <= self.attendance.crashed and not self.attendance.finished
 
-    def _suspend(self, worker: Worker) -> bool:
+    def _suspend(self, worker: WorkerState) -> bool:
         """Whether a checkpoint is due for `worker`, at its step boundary."""
         due = self.checkpoint_step <= min(worker.clock, self.setup.steps)
         if self.setup.lockstep:
@@ -477,7 +477,7 @@ class VirtualSegment:
         parts: Parts = {"run": State({}, run)} | retired
         for rank, worker in self.workers.items():
             if self.attendance.works(rank):
-                state = saved.state(worker).cloned()
+                state = lifecycle.state(worker).cloned()
                 state.plain["drawn"] = self.durations[rank].drawn
                 parts[f"worker-{rank}"] = state
         for server in self.servers:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dure.run.servers import HostedServer
     from dure.run.setup import Setup
     from dure.run.virtual_membership import Attendance
-    from dure.sync.worker import Worker
+    from dure.sync.worker_state import WorkerState
 
 
 class VirtualModel:
@@ -31,7 +31,7 @@ class VirtualModel:
         self,
         setup: Setup,
         servers: Sequence[HostedServer],
-        workers: Mapping[int, Worker],
+        workers: Mapping[int, WorkerState],
         attendance: Attendance,
         parts: Parts | None,
     ) -> None:
@@ -156,7 +156,7 @@ class VirtualRows:
     def __post_init__(self) -> None:
         self.gathering = self.setup.gathering()
 
-    def at_boundary(self, worker: Worker) -> None:
+    def at_boundary(self, worker: WorkerState) -> None:
         """Record that a worker begins its next step; a boundary at which a checkpoint is taken counts once."""
         rank, clock, attendance = worker.number, worker.clock, self.attendance
         before = attendance.at.get(rank)
@@ -209,13 +209,13 @@ class VirtualRows:
     def _slowest(self) -> int:
         return self.attendance.slowest(self._last)
 
-    def _add_common(self, worker: Worker) -> None:
+    def _add_common(self, worker: WorkerState) -> None:
         """Grade the model that all workers have, as this worker has it."""
         delivery, model = self.setup.delivery, self.model
         updates = model.updates_at_servers() if model.at_servers else delivery.gradients_in_common(worker)
         self._append(delivery.shown(worker), None, worker.clock, updates)
 
-    def _gather(self, worker: Worker) -> None:
+    def _gather(self, worker: WorkerState) -> None:
         """Add a worker's model after this step to the mean that is graded."""
         delivery = self.setup.delivery
         updates = worker.clock - worker.given if self.model.at_servers else delivery.gradients_in(worker)

@@ -13,8 +13,9 @@ from dure.partition.memory import MemoryUse, of_model, of_part
 from dure.partition.mesh import ONE_STAGE
 from dure.partition.source import StageSource
 from dure.run.checkpoint import fitting
-from dure.sync import membership, saved
+from dure.sync import lifecycle
 from dure.sync.worker import Worker
+from dure.sync.worker_state import WorkerState
 from dure.topology.collective.topology import GroupSession
 from dure.topology.parameter_server.portion_client import PortionClient
 from dure.topology.parameter_server.session import ServerSession
@@ -91,7 +92,7 @@ def _advice(setup: Setup) -> str:
     return f"Use {' or '.join([*ways, *stages])}, {less}or make the mini-batch smaller."
 
 
-def build_worker(run: Setup, node: Node, number: int, meter: Meter, *, start: int = 0) -> Worker:
+def build_worker(run: Setup, node: Node, number: int, meter: Meter, *, start: int = 0) -> WorkerState:
     """Build worker `number` of a run on `node`, with its replica, its data and its sessions with servers or group.
 
     In a pipeline its replica is its stage, and it is one of the workers that have the same stage. `start` is the step
@@ -102,7 +103,7 @@ def build_worker(run: Setup, node: Node, number: int, meter: Meter, *, start: in
         rank, place = run.stages.place(number)
         setup, source, node = run.of_worker(number), run.stages.source(node, meter), run.stages.view(node, place)
     model = setup.model
-    worker = Worker(
+    worker = WorkerState(
         node=node,
         rank=rank,
         world_size=setup.workers,
@@ -154,7 +155,7 @@ def _optimizer(setup: Setup, *, clips: bool) -> LocalOptimizer:
     return rule if spec.clip is None or not clips else Clipped(rule, spec.clip)
 
 
-def restore_worker(worker: Worker, parts: Parts) -> State | None:
+def restore_worker(worker: WorkerState, parts: Parts) -> State | None:
     """Restore a worker from a checkpoint; its part, or None where the checkpoint has none for it.
 
     Raises `CheckpointError` where the part does not fit.
@@ -163,18 +164,18 @@ def restore_worker(worker: Worker, parts: Parts) -> State | None:
     part = parts.get(name)
     if part is not None:
         with fitting(name):
-            saved.restore(worker, part)
+            lifecycle.restore(worker, part)
     return part
 
 
-async def work_through(sync: Sync, worker: Worker, period: int = 1) -> None:
+async def work_through(sync: Sync, worker: WorkerState, period: int = 1) -> None:
     """Run the method to the end of its work. A worker that was evicted joins the others again."""
     while True:
         try:
-            await sync.work(worker)
+            await sync.work(Worker(worker))
         except EndOfWork:
             return
         except Evicted:
-            await membership.rejoin(worker, period)
+            await lifecycle.rejoin(worker, period)
         else:
             return

@@ -41,6 +41,8 @@ from dure.sync.base import Reasons, ServerRule, Traits
 from dure.topology.parameter_server.policies import Barrier
 
 if TYPE_CHECKING:
+    from dure.core.node import Operation
+    from dure.job.gradient import Gradient
     from dure.job.optimizer import OptimizerSpec
     from dure.sync.worker import Worker
 
@@ -89,7 +91,7 @@ class AsySVRG:
     async def work(self, worker: Worker) -> None:
         while True:
             phase = await worker.server.admission()
-            await worker.stop_if_due()
+            await worker.state.boundary.stop(worker.state)
             if phase % 2 == 0:
                 await self.full_gradient(worker, phase)
             else:
@@ -98,18 +100,18 @@ class AsySVRG:
 
     async def full_gradient(self, worker: Worker, phase: int) -> None:
         """Compute this worker's part of F at w_t, and contribute it to the mean."""
-        snapshot, samples = worker.memory.vector("snapshot"), worker.samples
+        snapshot, samples = worker.memory.vector("snapshot"), worker.state.data.samples
         total, kept = worker.keep("total"), worker.kept_plain
         if kept.get("phase") != phase:
             total.zero_()
             kept.update(phase=phase, weight=0)
         while True:
-            await worker.stop_if_due()
+            await worker.state.boundary.stop(worker.state)
             start = worker.memory.claim(_PORTIONS, self.portion, limit=samples)
             if start is None:
                 break
             indices = torch.arange(start, min(start + self.portion, samples))
-            gradient = await worker.gradient_at(snapshot, indices, draw=start)
+            gradient = await _aside(worker, worker.state.data.gradient_at(worker.state, snapshot, indices, draw=start))
             total += gradient * len(indices)
             kept["weight"] += len(indices)
             worker.heartbeat()
@@ -118,14 +120,24 @@ class AsySVRG:
 
     async def inner_loop(self, worker: Worker) -> None:
         """Update u until all workers together have made the updates of an epoch."""
-        memory, limit = worker.memory, round(self.inner * worker.samples)
+        memory, limit = worker.memory, round(self.inner * worker.state.data.samples)
         snapshot, mean = memory.vector("snapshot"), memory.vector("mean")
         while True:
             await worker.memory.read(alone=self.lock == "readwrite")
-            await worker.stop_if_due()
-            if memory.claim(_SAMPLES, worker.source.batch_size, limit=limit) is None:
+            await worker.state.boundary.stop(worker.state)
+            if memory.claim(_SAMPLES, worker.state.batch_size, limit=limit) is None:
                 return
             gradient = await worker.gradient()
-            gradient = gradient - await worker.gradient_again(snapshot) + mean
+            again = await _aside(worker, worker.state.data.gradient_again(worker.state, snapshot))
+            gradient = gradient - again + mean
             await worker.memory.add(gradient, alone=self.lock != "none")
             worker.heartbeat()
+
+
+async def _aside(worker: Worker, computing: Operation[Gradient]) -> torch.Tensor:
+    """Wait for a gradient that is no step, and record its seconds."""
+    state = worker.state
+    started = state.node.now()
+    gradient = await computing
+    state.meter.add("compute", started, state.node.now())
+    return gradient.values

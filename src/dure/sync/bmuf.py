@@ -206,7 +206,7 @@ class BMUF:
         """Make the block step of a fragment; then set w_k to Wg plus the change of w_k since the fragment was sent."""
         started = worker.node.now()
         mean = await sent.mean
-        worker.meter.add("communicate", started, worker.node.now(), "all_reduce")
+        worker.state.meter.add("communicate", started, worker.node.now(), "all_reduce")
         if isinstance(mean, Ghost):
             return
         start, params = worker.keep("start")[sent.cut], worker.params[sent.cut]

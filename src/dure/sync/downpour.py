@@ -127,9 +127,8 @@ class Downpour:
                 await self.step(worker, overlap=self.overlap)
         except EndOfWork:
             await worker.server.pushed()
-            if worker.clock > 0 and not self.due(
-                worker
-            ):  # in a user's loop a fetch may have followed the last gradient
+            # In a user's loop a fetch may have followed the last gradient: the update names the versions before it.
+            if worker.clock > 0 and not self.due(worker):
                 await worker.server.push(worker.keep("accrued"), base=worker.kept_plain.get("base"))
 
     async def warm_up(self, worker: Worker) -> None:
@@ -147,7 +146,7 @@ class Downpour:
             worker.kept_plain["fetched"] = True
         while True:
             gradient = await worker.gradient()
-            if worker.steps_left:
+            if worker.state.steps_left:
                 await worker.server.push_pull(gradient)
             else:
                 await self.push(worker, gradient, overlap=False)
@@ -168,15 +167,15 @@ class Downpour:
             return
         accrued = worker.keep("accrued")
         accrued += gradient
-        worker.kept_plain["base"] = worker.versions
+        worker.kept_plain["base"] = worker.state.versions
         if self.due(worker):
             await self.push(worker, accrued, overlap=overlap)
             accrued.zero_()
 
     async def fetch(self, worker: Worker, *, overlap: bool) -> None:
         if overlap:
-            worker.adopt(await worker.server.fetched())
-            if worker.steps_left > self.n_fetch:  # a later step uses it
+            worker.state.adopt(await worker.server.fetched())
+            if worker.state.steps_left > self.n_fetch:  # a later step uses it
                 await worker.server.pull_async()
         elif self.local_lr:
             await worker.server.pull()

@@ -124,13 +124,13 @@ class EAMSGD:
 
 async def exchange(worker: Worker, period: int, elasticity: float | None) -> torch.Tensor | None:
     """Move the center by the force `elasticity` (x - z), and return the force; None between two exchanges."""
-    if not worker.over_servers and CENTER not in worker.kept:
+    if not worker.over_servers and CENTER not in worker.state.kept:
         worker.keep(CENTER).copy_(worker.params)
     if worker.clock % period:
         return None
     alpha = BETA / worker.world_size if elasticity is None else elasticity
     if worker.over_servers:
-        center = worker.look_at(await worker.server.fetch())
+        center = worker.state.storage.look_at(await worker.server.fetch())
         force = (worker.params - center) * alpha
         await worker.server.push(force)
         return force
@@ -138,8 +138,8 @@ async def exchange(worker: Worker, period: int, elasticity: float | None) -> tor
     force = (worker.params - center) * alpha
     started = worker.node.now()
     center += await worker.group.mean(force, share=1.0)  # the sum, equal at every worker
-    worker.give()
-    worker.meter.add("communicate", started, worker.node.now(), "all_reduce")
+    worker.state.give()
+    worker.state.meter.add("communicate", started, worker.node.now(), "all_reduce")
     return force
 
 

@@ -147,23 +147,23 @@ def _accrue(worker: Worker, gradient: torch.Tensor) -> None:
         return
     if count:
         gradient = (_sparse(worker) + gradient).coalesce()
-    worker.kept["touched"], worker.kept["sparse"] = gradient.indices()[0], gradient.values()
+    worker.state.kept["touched"], worker.state.kept["sparse"] = gradient.indices()[0], gradient.values()
 
 
 def _accrued(worker: Worker) -> tuple[torch.Tensor, int]:
     """Return the sum that is not written yet, and the number of its mini-batches."""
     count = worker.kept_plain["accrued"]
-    return _sparse(worker) if "touched" in worker.kept else worker.keep("accrued"), count
+    return _sparse(worker) if "touched" in worker.state.kept else worker.keep("accrued"), count
 
 
 def _clear(worker: Worker) -> None:
     worker.kept_plain["accrued"] = 0
-    if "touched" not in worker.kept:
+    if "touched" not in worker.state.kept:
         worker.keep("accrued").zero_()
 
 
 def _sparse(worker: Worker) -> torch.Tensor:
-    indices, values = worker.kept["touched"].unsqueeze(0), worker.kept["sparse"]
+    indices, values = worker.state.kept["touched"].unsqueeze(0), worker.state.kept["sparse"]
     return torch.sparse_coo_tensor(indices, values, worker.params.shape, is_coalesced=True, check_invariants=False)
 
 
@@ -175,6 +175,7 @@ def _check_decay(decay: float) -> None:
 def _decay(worker: Worker, decay: float) -> None:
     """Set the learning rate of the next step: times `decay` for each completed pass."""
     if decay < 1:
-        factor = decay ** int(worker.epoch)
-        rate = worker.optimizer.spec.lr if worker.rates is None else worker.rates(worker.clock)
-        worker.lr = rate * factor if isinstance(rate, (int, float)) else [each * factor for each in rate]
+        state = worker.state
+        factor = decay ** int(state.data.epoch)
+        rate = state.optimizer.spec.lr if state.rates is None else state.rates(state.clock)
+        state.lr = rate * factor if isinstance(rate, (int, float)) else [each * factor for each in rate]

@@ -47,6 +47,9 @@ from dure.sync.line_search import Trial
 from dure.topology.parameter_server.portion_client import Sums
 
 if TYPE_CHECKING:
+    import torch
+
+    from dure.job.gradient import Gradient
     from dure.job.optimizer import OptimizerSpec
     from dure.sync.worker import Worker
     from dure.topology.parameter_server.coordinator import Command, Coordinator
@@ -110,14 +113,27 @@ class LBFGS:
     # ---- the replicas
 
     async def work(self, worker: Worker) -> None:
-        work_queue = worker.work_queue
+        work_queue = worker.state.work_queue
         while True:
-            assignment = await work_queue.ask(worker)
+            assignment = await work_queue.ask(worker.state)
             sums = Sums(worker.params)
             for indices, draw in assignment.portions(work_queue.batches):
-                gradient = await worker.evaluate(indices, draw=draw)
+                gradient = await self.evaluate(worker, indices, draw)
                 sums.add(gradient.values, gradient.loss, len(indices))
-            await work_queue.push(worker, assignment, sums)
+            await work_queue.push(worker.state, assignment, sums)
+
+    async def evaluate(self, worker: Worker, indices: torch.Tensor, draw: int) -> Gradient:
+        """Compute the mean gradient over the samples `indices`, as a step of this worker.
+
+        It passes no boundary: the coordinator decides when the work ends. It checks the loss of the whole batch.
+        """
+        state = worker.state
+        started = state.node.now()
+        gradient = await state.data.gradient_at(state, state.params, indices, draw=draw)
+        if state.source.whole:
+            state.meter.add("compute", started, state.node.now())
+        state.count_step(gradient)
+        return gradient
 
     # ---- the coordinator
 

@@ -41,7 +41,7 @@ class LocalSGD:
         kept = worker.kept_plain
         self.enter(worker)
         try:
-            while not any(stats["last"] for stats in worker.stats):
+            while not any(stats["last"] for stats in worker.state.stats):
                 if not kept["pushed"]:
                     await self.step(worker)
                 if worker.clock >= kept["due"]:
@@ -53,15 +53,16 @@ class LocalSGD:
     def enter(self, worker: Worker) -> None:
         """Begin at the round of the other workers, or at the round of this worker before a restart."""
         kept = worker.kept_plain
-        rounds = self.after(worker.stats) if worker.stats else Rounds(**kept.get("rhythm", {"period": self.period}))
+        sent = worker.state.stats
+        rounds = self.after(sent) if sent else Rounds(**kept.get("rhythm", {"period": self.period}))
         if kept.get("rhythm") != rounds.plain or worker.clock == kept["began"]:
             self.begin(worker, rounds)
-        worker.last_sync = kept["began"]
+        worker.state.last_sync = kept["began"]
 
     def begin(self, worker: Worker, rounds: Rounds) -> None:
         """Begin a round."""
         kept = worker.kept_plain
-        worker.last_sync = worker.clock
+        worker.state.last_sync = worker.clock
         steps = self.pace.steps(rounds, kept.get("step", 0.0))
         kept |= {"rhythm": rounds.plain, "began": worker.clock, "due": worker.clock + steps}
         kept |= {"loss": 0.0, "seconds": 0.0, "pushed": False}
@@ -74,14 +75,14 @@ class LocalSGD:
         started = worker.node.now()
         gradient = await worker.gradient()
         worker.kept_plain["seconds"] += worker.node.now() - started
-        worker.kept_plain["loss"] += worker.loss
+        worker.kept_plain["loss"] += worker.state.loss
         self.weights.add(worker, gradient)
         worker.step(gradient)
         worker.heartbeat()
 
     async def average(self, worker: Worker, *, last: bool = False) -> None:
         """Average the models, and begin a new round. `last`: this worker ends, and all others end with it."""
-        kept, boundary = worker.kept_plain, worker.boundary
+        kept, boundary = worker.kept_plain, worker.state.boundary
         steps = worker.clock - kept["began"]
         kept["step"] = kept["seconds"] / steps
         ending = not self.pace.lockstep and boundary.steps is not None and worker.clock >= boundary.steps
@@ -96,25 +97,25 @@ class LocalSGD:
         }
         await (self.over_servers(worker, stats) if worker.over_servers else self.over_collective(worker, stats))
         if self.state == "reset":
-            reset(worker.optimizer)
-        self.begin(worker, self.after(worker.stats))
+            reset(worker.state.optimizer)
+        self.begin(worker, self.after(worker.state.stats))
 
     async def over_collective(self, worker: Worker, stats: Stats) -> None:
         if self.schedule.measures or self.weights.measures:
             await worker.group.gather_stats(stats)
         else:
-            worker.stats = [stats]
+            worker.state.stats = [stats]
         started = worker.node.now()
         worker.params.copy_(await self.weights.mean(worker, stats["round loss"]))
         if self.state == "average":
-            for vector in worker.optimizer.state().tensors.values():
+            for vector in worker.state.optimizer.state().tensors.values():
                 vector.copy_(await worker.group.mean(vector))
         await worker.group.mean_buffers()
         worker.kept_plain["sync"] = worker.node.now() - started
-        worker.meter.add("communicate", started, worker.node.now(), "all_reduce")
+        worker.state.meter.add("communicate", started, worker.node.now(), "all_reduce")
 
     async def over_servers(self, worker: Worker, stats: Stats) -> None:
-        kept, spent = worker.kept_plain, worker.meter.seconds
+        kept, spent = worker.kept_plain, worker.state.meter.seconds
         started = spent["communicate"]
         if not kept["pushed"]:
             exponent = self.weights.exponent(stats["round loss"])

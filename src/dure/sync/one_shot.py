@@ -49,7 +49,7 @@ class OneShot:
         return ServerRule(OptimizerSpec("assign"), Barrier())
 
     async def work(self, worker: Worker) -> None:
-        if worker.stats:
+        if worker.state.stats:
             return  # the other workers have averaged without this one
         try:
             while True:

@@ -79,10 +79,10 @@ class SampleWeights(Weights):
     """Weights by batch size."""
 
     def weight(self, worker: Worker) -> float:
-        return float(worker.source.batch_size)
+        return float(worker.state.batch_size)
 
     def share(self, worker: Worker, loss: float) -> float:
-        return worker.share
+        return worker.state.share
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ class LossWeights(Weights):
         return -loss / self.temperature
 
     def share(self, worker: Worker, loss: float) -> float:
-        exponents = [self.exponent(stats["round loss"]) for stats in worker.stats]
+        exponents = [self.exponent(stats["round loss"]) for stats in worker.state.stats]
         largest = max(exponents)
         return math.exp(self.exponent(loss) - largest) / sum(math.exp(exponent - largest) for exponent in exponents)
 

@@ -31,7 +31,7 @@ from dure.runtime.launch.rendezvous import RankEnvironment, Rendezvous, credenti
 from dure.runtime.process.node import ProcessNode
 from dure.runtime.wire import Identity
 from dure.sync.base import traits_of
-from dure.sync.worker import Boundary, Worker
+from dure.sync.worker_state import Boundary, WorkerState
 from dure.topology.base import topology_of
 from dure.user_loop.attached import Attached
 from dure.user_loop.lifetime import report_failure
@@ -197,14 +197,16 @@ def _introduce(rendezvous: Rendezvous, strategy: Strategy, replica: Replica, bat
     return ranks[0]["run"], [theirs["batch_size"] for theirs in ranks]
 
 
-def _worker(node: ProcessNode, replica: Replica, optimizer: UserOptimizer, sizes: Sequence[int], name: str) -> Worker:
+def _worker(
+    node: ProcessNode, replica: Replica, optimizer: UserOptimizer, sizes: Sequence[int], name: str
+) -> WorkerState:
     buffers = replica.buffers_flat()
 
     def merge(snapshots: Sequence[torch.Tensor]) -> torch.Tensor:
         """Merge buffers, weighted by batch size unless those of a rank are missing."""
         return replica.merge_buffers(snapshots, sizes if len(snapshots) == len(sizes) else None)
 
-    return Worker(
+    return WorkerState(
         node=node,
         rank=node.rank,
         world_size=len(sizes),

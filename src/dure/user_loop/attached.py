@@ -16,6 +16,8 @@ import torch
 from dure.core.node import EndOfWork
 from dure.errors import DureError, ReplicaError, UsageError
 from dure.run.strategy import member_text
+from dure.sync.worker import Worker
+from dure.sync.worker_state import WorkerState
 from dure.user_loop.exchange import REMEDY
 from dure.user_loop.gradient_check import GradientCheck
 from dure.user_loop.lifetime import Lifetime
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
     from dure.runtime.launch.monitor import RankMonitor
     from dure.runtime.launch.rendezvous import Rendezvous
     from dure.runtime.process.node import ProcessNode
-    from dure.sync.worker import Worker
+    from dure.sync.worker_state import WorkerState
     from dure.user_loop.optimizer import UserOptimizer
     from dure.user_loop.peers import LoopCollectives
     from dure.user_loop.servers import LoopServers
@@ -54,7 +56,7 @@ class Attached:
         rendezvous: Rendezvous,
         replica: Replica,
         optimizer: UserOptimizer,
-        worker: Worker,
+        worker: WorkerState,
         ties: LoopCollectives | LoopServers,
         monitor: RankMonitor,
     ) -> None:
@@ -264,7 +266,7 @@ class Attached:
 
     async def _work(self) -> None:
         try:
-            await self.strategy.sync.work(self._worker)
+            await self.strategy.sync.work(Worker(self._worker))
         except EndOfWork:
             pass
         finally:

@@ -9,7 +9,7 @@ import torch
 from dure.core.finite import all_finite
 from dure.core.log import log
 from dure.errors import Quarantined
-from dure.sync.refusals import MOST_REFUSED
+from dure.sync.worker_state import MOST_REFUSED
 
 if TYPE_CHECKING:
     from torch.amp import GradScaler

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from dure.runtime.launch.monitor import RankMonitor
     from dure.runtime.launch.rendezvous import Rendezvous
     from dure.runtime.process.node import ProcessNode
-    from dure.sync.worker import Worker
+    from dure.sync.worker_state import WorkerState
     from dure.user_loop.optimizer import UserOptimizer
     from dure.user_loop.peers import LoopCollectives
     from dure.user_loop.servers import LoopServers
@@ -45,7 +45,7 @@ class Lifetime:
         self,
         rendezvous: Rendezvous,
         optimizer: UserOptimizer,
-        worker: Worker,
+        worker: WorkerState,
         ties: LoopCollectives | LoopServers,
         monitor: RankMonitor,
     ) -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from dure.run.strategy import Strategy
     from dure.runtime.launch.rendezvous import Rendezvous
     from dure.runtime.process.node import ProcessNode
-    from dure.sync.worker import Worker
+    from dure.sync.worker_state import WorkerState
     from dure.topology.collective.choice import Collective
     from dure.user_loop.source import LoopSource
 
@@ -62,7 +62,7 @@ class LoopCollectives:
         self._source: LoopSource | None = None
         self.overflowed = False
 
-    async def begin(self, worker: Worker, source: LoopSource, failed: Failed) -> None:
+    async def begin(self, worker: WorkerState, source: LoopSource, failed: Failed) -> None:
         """Have every replica start as rank 0's."""
         engine, replica = self._engine, self._replica
         worker.sessions.group = GroupSession(worker, engine.group)
@@ -101,7 +101,7 @@ class LoopCollectives:
         self.overflowed = counts.overflow > 0
         return counts.going_on
 
-    async def delivered(self, worker: Worker) -> torch.Tensor:
+    async def delivered(self, worker: WorkerState) -> torch.Tensor:
         """The parameters that the method would deliver now."""
         values = worker.delivering(self._delivers).clone()
         if self._delivers == "mean" and not self._engine.alone:
@@ -110,7 +110,7 @@ class LoopCollectives:
             await self._engine.group.all_reduce(values)
         return values
 
-    async def finish(self, worker: Worker) -> torch.Tensor:
+    async def finish(self, worker: WorkerState) -> torch.Tensor:
         """All have ended after the same step: their parameters are what the method made of them; merge the buffers."""
         if worker.buffers is not None:
             worker.buffers = worker.merge_buffers(await self._engine.group.all_gather(worker.buffers))

@@ -20,7 +20,7 @@ from dure.run.server_side import CLOCK, ServerSide
 from dure.run.strategy import catalogue, member_text, name_of
 from dure.runtime.launch.shard_process import ShardProcess
 from dure.runtime.memory import SHARD_PROCESS_NBYTES, check_memory, physical_memory
-from dure.sync import membership
+from dure.sync import lifecycle
 from dure.sync.base import traits_of
 from dure.topology.parameter_server.client import ServerClient
 from dure.topology.parameter_server.layout import held_by
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from dure.runtime.launch.rendezvous import Rendezvous
     from dure.runtime.process.node import ProcessNode
     from dure.runtime.wire import Credentials
-    from dure.sync.worker import Worker
+    from dure.sync.worker_state import WorkerState
     from dure.topology.collective.topology import Intention
     from dure.user_loop.exchange import Failed
     from dure.user_loop.optimizer import UserOptimizer
@@ -110,7 +110,7 @@ class LoopServers:
 
     # ---- the start
 
-    async def begin(self, worker: Worker, source: LoopSource, failed: Failed) -> None:
+    async def begin(self, worker: WorkerState, source: LoopSource, failed: Failed) -> None:
         """Have the servers hold rank 0's model, and every replica start from it."""
         first = self._first(worker)
         self._start_mine(worker, first)
@@ -123,14 +123,14 @@ class LoopServers:
         self._meeting.get("open")
         client = ServerClient(self._node, worker.rank, self._side.as_reached(self._ranges))
         worker.sessions.server = ServerSession(worker, client)
-        await membership.join(worker, newcomer=False)
+        await lifecycle.join(worker, newcomer=False)
         await worker.server.pull()
         if first:
             await self._node.call(_host(0), "first", into=first)
             self._load(worker, first)
         self._meeting.exchange("ready", True)
 
-    def _first(self, worker: Worker) -> list[torch.Tensor]:
+    def _first(self, worker: WorkerState) -> list[torch.Tensor]:
         """What all are to have from rank 0 that is no trained parameter: buffers, and constants as bytes."""
         constants = [as_bytes(constant).cpu() for constant in self._replica.constants.values()]
         every = [] if worker.buffers is None else [worker.buffers]
@@ -138,7 +138,7 @@ class LoopServers:
             every.append(torch.cat(constants))
         return every
 
-    def _load(self, worker: Worker, first: Sequence[torch.Tensor]) -> None:
+    def _load(self, worker: WorkerState, first: Sequence[torch.Tensor]) -> None:
         """Have the replica go on from what rank 0 had."""
         if worker.buffers is not None:
             self._replica.load_buffers(worker.buffers)
@@ -148,7 +148,7 @@ class LoopServers:
             for constant, values in zip(constants, parts, strict=True):
                 copy_bytes(constant, values)
 
-    def _start_mine(self, worker: Worker, first: Sequence[torch.Tensor]) -> None:
+    def _start_mine(self, worker: WorkerState, first: Sequence[torch.Tensor]) -> None:
         place = self._meeting.place
         mine = range(place.rank, len(self._ranges), place.world_size)
         for number in mine:
@@ -193,17 +193,17 @@ class LoopServers:
         """Nobody waits for this rank longer than the method says: it may end when it likes."""
         return mine != "end"
 
-    async def delivered(self, worker: Worker) -> torch.Tensor:
+    async def delivered(self, worker: WorkerState) -> torch.Tensor:
         """The servers' parameters, as they are."""
         return (await worker.server.client.pull(worker.params.clone())).values
 
     # ---- the end
 
-    async def leave(self, worker: Worker) -> None:
+    async def leave(self, worker: WorkerState) -> None:
         """Nobody waits for this rank any more."""
         await worker.server.leave(finished=False)  # the others' loops go on for as long as their owners like
 
-    async def finish(self, worker: Worker) -> torch.Tensor:
+    async def finish(self, worker: WorkerState) -> torch.Tensor:
         """Once all ranks have finished: what the servers hold then, and everybody's buffers merged."""
         await self.leave(worker)
         for number in range(len(self._ranges)):
@@ -213,7 +213,7 @@ class LoopServers:
             version = (await self._node.call(CLOCK, "status")).fields["version"]
         return (await worker.server.client.pull(worker.params.clone(), version=version)).values
 
-    async def _finish(self, number: int, worker: Worker) -> None:
+    async def _finish(self, number: int, worker: WorkerState) -> None:
         """However long the others take; a server that is gone ends the wait."""
         mine = [worker.buffers] if worker.buffers is not None and not number else []
         rows = [each.new_empty(worker.world_size * each.numel()) for each in mine]

@@ -19,7 +19,7 @@ from dure_studies.study import FigureColumn, OfSeed, Row, Setting, Statement, St
 
 if TYPE_CHECKING:
     from dure.job.job import Job
-    from dure.sync.worker import Worker
+    from dure.sync.worker_state import WorkerState
 
 COUNTS = (1, 2, 4, 8, 16)
 RATES = (0.8, 0.4, 0.2, 0.1, 0.05, 0.025)
@@ -66,7 +66,7 @@ def equal_replicas(job: Job, setting: Setting, seed: int) -> float:
     setup, cluster = resolve(config, Prebuilt(job=job, cluster=setting.cluster))
     assert cluster is not None
 
-    def stepped(worker: Worker, _now: float, _sent: Callable[[], int]) -> None:
+    def stepped(worker: WorkerState, _now: float, _sent: Callable[[], int]) -> None:
         seen.setdefault(worker.clock, set()).add(worker.params.numpy().tobytes())
 
     VirtualRun(setup, cluster, Callbacks(stepped=stepped)).run()

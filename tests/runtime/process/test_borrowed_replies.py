@@ -19,7 +19,7 @@ from dure.run.resolve import resolve
 from dure.run.virtual import VirtualRun, VirtualSegment
 from dure.runtime.launch.fork_server import ForkServer
 from dure.runtime.virtual.cluster import Cluster
-from dure.sync.worker import Worker
+from dure.sync.worker_state import WorkerState
 from dure.topology.parameter_server.versions import Buffer
 
 STEPS = 4
@@ -34,12 +34,12 @@ def segment(shards: int = 1) -> VirtualSegment:
     return VirtualSegment(VirtualRun(setup, cluster, Callbacks()), None)
 
 
-def spied(run: VirtualSegment, look: Callable[[Worker], None]) -> None:
+def spied(run: VirtualSegment, look: Callable[[WorkerState], None]) -> None:
     """Call `look` at each step of every worker, and run to the end."""
     for worker in run.workers.values():
         before = worker.on_step
 
-        def on_step(own: Worker, gradient: object, before: object = before) -> None:
+        def on_step(own: WorkerState, gradient: object, before: object = before) -> None:
             look(own)
             before(own, gradient)  # type: ignore[operator]
 
@@ -88,7 +88,7 @@ def test_what_was_lent_and_left_is_given_back_and_never_written_to() -> None:
     """A loop of the user's own copies what it is given to where its module lies."""
     run = segment()
 
-    def look(worker: Worker) -> None:
+    def look(worker: WorkerState) -> None:
         lent, home = memory(worker.params), torch.empty_like(worker.params)
         values = worker.params.clone()
         holders = sum(buffer.holders for buffer in versions(run))

@@ -26,7 +26,7 @@ from dure.job.models.quadratic import Point, half_square
 from dure.job.optimizer import OptimizerSpec
 from dure.run.servers import build_server
 from dure.run.workers import build_worker, work_through
-from dure.sync import membership
+from dure.sync import lifecycle
 from dure.topology.parameter_server.coordinator import COORDINATOR
 
 DIM, SAMPLES, STEPS = 5, 64, 4
@@ -124,7 +124,7 @@ class Play(World):
         self.roles[rank] = self.spawn(self.role(worker, rank), node.name)
 
     async def role(self, worker, rank):
-        await membership.join(worker, newcomer=bool(self.deaths))
+        await lifecycle.join(worker, newcomer=bool(self.deaths))
         await work_through(self.setup.sync, worker)
         self.ended.append(rank)
         await worker.server.leave()

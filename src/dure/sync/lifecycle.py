@@ -1,4 +1,4 @@
-"""The state of a worker in a checkpoint."""
+"""What befalls a worker between its steps: entry, return after an eviction, leave, and the state in a checkpoint."""
 
 from __future__ import annotations
 
@@ -12,10 +12,52 @@ from dure.topology.collective.compressed import CompressedGroup
 from dure.topology.replica import Pulled
 
 if TYPE_CHECKING:
-    from dure.sync.worker import Worker
+    from dure.sync.worker_state import WorkerState
 
 
-def state(worker: Worker) -> State:
+async def join(worker: WorkerState, *, newcomer: bool, period: int = 1) -> None:
+    """Enter the servers' clock, each tick of which is `period` mini-batches, and the neighbors of a gossip.
+
+    A newcomer begins at the clock of the last synchronization if the other workers sent it with their figures;
+    otherwise at the clock of the slowest worker, and in gossip at the clock of a neighbor.
+    """
+    sessions = worker.sessions
+    if sessions.peer is not None and newcomer:
+        worker.clock = worker.joined_at = worker.given = await sessions.peer.join() or 0
+    if sessions.server is None:
+        return
+    joined = await sessions.server.join()
+    if not newcomer:
+        return
+    worker.stats = sessions.server.client.clock.stats
+    if worker.boundary.alone and not worker.stats:
+        return  # no worker has ended yet, so this one works like the others, from its own clock
+    synchronized = min((stats["clock"] for stats in worker.stats), default=joined.clock * period)
+    worker.clock = worker.joined_at = worker.given = int(synchronized)
+    if sessions.memory is None:
+        await sessions.server.pull()
+
+
+async def rejoin(worker: WorkerState, period: int = 1) -> None:
+    """Join again after an eviction, as a newcomer; the steps so far stay counted."""
+    done = worker.clock - worker.joined_at
+    worker.asking = False
+    await join(worker, newcomer=True, period=period)
+    worker.joined_at = worker.clock - done
+
+
+async def leave(worker: WorkerState) -> None:
+    """Leave the servers' clock and the neighbors, so that no other worker waits for this one."""
+    if worker.sessions.server is not None:
+        await worker.sessions.server.leave()
+    if worker.sessions.peer is not None:
+        await worker.sessions.peer.leave()
+
+
+# ---- checkpoints
+
+
+def state(worker: WorkerState) -> State:
     """Return all declared state of a worker, its optimizer, its source and its sessions."""
     server, peer = worker.sessions.server, worker.sessions.peer
     tensors = {"params": worker.params, **({} if worker.buffers is None else {"buffers": worker.buffers})}
@@ -35,7 +77,7 @@ def state(worker: Worker) -> State:
     return State({name: tensor for name, tensor in whole.tensors.items() if not isinstance(tensor, Ghost)}, whole.plain)
 
 
-def _state_of_codec(worker: Worker) -> State:
+def _state_of_codec(worker: WorkerState) -> State:
     server, group = worker.sessions.server, worker.sessions.members
     coded = State() if server is None else State(states(server.client.coders))
     if isinstance(group, CompressedGroup):
@@ -43,7 +85,7 @@ def _state_of_codec(worker: Worker) -> State:
     return State(with_prefix("coded.", coded.tensors), coded.plain)
 
 
-def restore(worker: Worker, state: State) -> None:
+def restore(worker: WorkerState, state: State) -> None:
     """Set a worker to the state of a checkpoint."""
     if not isinstance(worker.params, Ghost):
         state = state.to(worker.params.device)
@@ -65,7 +107,7 @@ def restore(worker: Worker, state: State) -> None:
         worker.storage.pulled = Pulled(worker.params, list(plain["versions"]))
 
 
-def _restore_sessions(worker: Worker, state: State) -> None:
+def _restore_sessions(worker: WorkerState, state: State) -> None:
     server, group, peer = worker.sessions.server, worker.sessions.members, worker.sessions.peer
     if server is not None:
         server.client.restore(state.plain["client"])
