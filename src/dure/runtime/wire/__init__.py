@@ -3,8 +3,7 @@
 | file | content |
 |---|---|
 | `wire` | `Wire`: all connections of a process |
-| `handshake` | both ends of a new connection: proofs, identities, admission |
-| `outbound`, `inbound` | the caller's end of an open connection, the host's end |
+| `caller`, `host` | the two ends of a connection: handshake, calls and requests, answers |
 | `connection` | one connection, over TCP or a Unix socket |
 | `frame` | frames as bytes, and back; no input or output |
 | `seals` | the key of a run, the proof that both ends have it, checksums and authentication of frames |
@@ -13,7 +12,7 @@
 | `values` | identities, requests, losses, traffic, limits |
 """
 
-from dure.runtime.wire.outbound import Pending
+from dure.runtime.wire.caller import Pending
 from dure.runtime.wire.seals import Credentials
 from dure.runtime.wire.values import HostCallbacks, Identity, Loss, OnDone, PeerTraffic, Request, Respond, WireLimits
 from dure.runtime.wire.wire import Wire

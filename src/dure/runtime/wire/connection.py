@@ -9,6 +9,7 @@ other belongs to the same user, and otherwise uses TCP.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import selectors
@@ -119,6 +120,15 @@ class Connection:
         """Use checksums for payloads: both ends trust the transport."""
         for seals in self._keyed:
             seals.trust()
+
+    def offer(self) -> dict[str, bool]:
+        """What this end can do: whether it can map memory of the peer, and whether it trusts the transport."""
+        return {"maps": self.neighbor is not None, "trusts": self.trusted}
+
+    def agree(self, meta: Mapping[str, Any]) -> None:
+        """Use shared memory, and trust the transport, only where the peer offers the same in `meta`."""
+        self.lends = self.neighbor is not None and meta.get("maps") is True
+        self.trusted = self.trusted and meta.get("trusts") is True
 
     def open_up(self) -> None:
         """Accept long metas, and frames of this job only: the peer is known."""
@@ -465,3 +475,30 @@ def has_memory(process: int | None) -> bool:
             return int(file.read().split()[0]) > 0
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+def begin_connection(address: tuple[str, int]) -> socket.socket:
+    """Start to connect a socket to `address`. Raises `PeerLost` if that fails at once."""
+    near = connect_unix(address[1]) if is_loopback(address[0]) else None
+    if near is not None:
+        return near
+    try:
+        family, kind, protocol, _, resolved = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
+        sock = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise PeerLost(f"{endpoint(*address)} can't be reached: {error.strerror}") from None
+    sock.setblocking(False)
+    code = sock.connect_ex(resolved)
+    if code not in (0, errno.EINPROGRESS, errno.EWOULDBLOCK):
+        sock.close()
+        raise PeerLost(f"{endpoint(*address)} can't be reached: {errno.errorcode.get(code, code)}")
+    return sock
+
+
+def endpoint(host: str, port: int) -> str:
+    """A host and a port as text; an IPv6 address has brackets.
+
+    >>> endpoint("10.0.0.1", 80), endpoint("fd00::1", 80)
+    ('10.0.0.1:80', '[fd00::1]:80')
+    """
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

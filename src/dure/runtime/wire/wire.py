@@ -23,10 +23,9 @@ from collections.abc import Callable, Iterator
 import torch
 
 from dure.errors import CallTimeout, PeerLost, RemoteError, UsageError
-from dure.runtime.wire.connection import IS_LINUX, Shared, is_loopback, is_mine, listen_unix
-from dure.runtime.wire.handshake import CallerHandshake, HostHandshake, endpoint
-from dure.runtime.wire.inbound import Callers
-from dure.runtime.wire.outbound import Outbound, Pending
+from dure.runtime.wire.caller import CallerHandshake, Outbound, Pending
+from dure.runtime.wire.connection import IS_LINUX, Shared, endpoint, is_loopback, is_mine, listen_unix
+from dure.runtime.wire.host import Callers, HostHandshake
 from dure.runtime.wire.reactor import Reactor
 from dure.runtime.wire.seals import Credentials
 from dure.runtime.wire.values import HostCallbacks, Identity, OnDone, PeerTraffic, Request, ServesNobody, WireLimits

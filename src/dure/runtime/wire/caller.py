@@ -1,17 +1,22 @@
-"""The caller's end of an open connection: calls, their answers, and their cancellation."""
+"""The caller's end of a connection: its handshake, then calls, their answers, and their cancellation.
+
+`CallerHandshake` is the `Side` of a new connection. It answers the host's nonce, checks the proof of the host, and
+exchanges identities. `Outbound` replaces it.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from dure.core.node import Reply, TensorSpec
-from dure.errors import CallTimeout, DamagedFrame, PeerLost, Refused, RemoteError
-from dure.runtime.wire.connection import Connection, Shared
+from dure.core.node import Reply, TensorSpec, nothing
+from dure.errors import CallTimeout, DamagedFrame, GreetingLost, PeerLost, Refused, RemoteError
+from dure.runtime.wire.connection import Connection, Shared, begin_connection
 from dure.runtime.wire.frame import Frame, Kind, encode_meta
 from dure.runtime.wire.memory import Lease, announced, bytes_of, described, fitting, nbytes_of, spec_of, specs_told
+from dure.runtime.wire.seals import Prover
 from dure.runtime.wire.values import Identity, Loss, OnDone, Request
 
 if TYPE_CHECKING:
@@ -20,7 +25,10 @@ if TYPE_CHECKING:
     from dure.runtime.wire.frame import Outgoing
     from dure.runtime.wire.reactor import Timer
 
+_SAME_KEY = "Give all processes of a run the same key, and each the address of its own run's processes."
+
 _KINDS: tuple[type[RemoteError], ...] = (Refused, *Refused.__subclasses__(), CallTimeout, DamagedFrame)
+
 _ERRORS = {kind.__name__: kind for kind in _KINDS}
 """Errors that keep their class on the way to the caller; every other error becomes a `RemoteError`."""
 
@@ -283,11 +291,87 @@ class Outbound:
         self.finish(pending, type(error)(f"{self.name}, {_shown(pending)}: {error}"))
 
 
+def _shown(pending: Pending) -> str:
+    return f"{pending.request.service}.{pending.request.method}"
+
+
+class CallerHandshake:
+    """The caller's end of a new connection to the host `name`.
+
+    It ends with an `outbound` or an `error`, and then `on_end` is called on the owner's thread.
+    """
+
+    def __init__(
+        self, shared: Shared, name: str, address: tuple[str, int], on_end: Callable[[], None] = nothing
+    ) -> None:
+        self.outbound: Outbound | None = None
+        self._error: RemoteError | None = None
+        self._shared = shared
+        self._name = name
+        self._on_end = on_end
+        self._prover = Prover(shared.credentials.key, calling=True)
+        self._challenged = False
+        self.connection = Connection(shared, begin_connection(address), self, connecting=True)
+
+    @property
+    def error(self) -> RemoteError | None:
+        """The error that ended the handshake, or the new connection already."""
+        return self._error if self.outbound is None else self.outbound.error
+
+    def frame(self, frame: Frame) -> None:
+        kind = frame.header.kind
+        if not self.connection.proven:
+            self._proved(frame)
+        elif kind is Kind.REFUSAL:
+            self.connection.end(error_told(frame.meta))
+        elif kind is Kind.GOODBYE:
+            self.connection.end(PeerLost("it has finished"), finished=True)
+        elif kind is Kind.WELCOME:
+            self._welcomed(frame)
+        else:
+            raise DamagedFrame(f"a {kind.name} before the WELCOME.")
+
+    def ended(self, error: RemoteError, finished: bool) -> None:
+        if self._error is not None:
+            return
+        kind = type(error) if isinstance(error, (DamagedFrame, Refused)) else PeerLost
+        if kind is PeerLost and self._challenged and not finished:
+            kind = GreetingLost
+        self._error = kind(f"{self._name} is gone: {error}")
+        self._shared.reactor.events.append(self._on_end)
+
+    def _welcomed(self, frame: Frame) -> None:
+        host = Identity.from_meta(frame.meta)
+        if host.name != self._name:
+            raise Refused(f"{self._name} was expected at this address, {host.name} answered: correct the addresses.")
+        self.connection.agree(frame.meta)
+        if self.connection.trusted:
+            self.connection.trust()
+        self.connection.count_with(self._name)
+        self.connection.open_up()
+        self.outbound = Outbound(self._shared, host, self.connection)
+        self._shared.reactor.events.append(self._on_end)
+
+    def _proved(self, frame: Frame) -> None:
+        """Answer the host's nonce, check its proof, and then send the own identity."""
+        kind = frame.header.kind
+        if kind is Kind.REFUSAL:
+            self.connection.end(Refused(f"{self._name} did not take this process's key. {_SAME_KEY}"))
+        elif kind is Kind.GOODBYE:
+            self.connection.end(PeerLost("it has finished"), finished=True)
+        elif kind is Kind.CHALLENGE and not self._challenged and self._prover.meet(frame.raw):
+            self._challenged = True  # so the listening process is a wire
+            self.connection.send(Kind.PROOF, self._prover.mine + self._prover.proof)
+        elif kind is not Kind.PROOF or not self._challenged:
+            raise DamagedFrame(f"a {kind.name} before the proof that its sender has the key.")
+        elif not self._prover.accepts(frame.raw):
+            raise Refused(f"the process at its address does not have the key of this run. {_SAME_KEY}")
+        else:
+            self.connection.prove(self._prover.seals())
+            self.connection.send(Kind.HELLO, self._shared.identity.to_meta() | self.connection.offer())
+
+
 def error_told(meta: Mapping[str, Any]) -> RemoteError:
     """The error that a frame of the host describes."""
     kind = _ERRORS.get(str(meta.get("error")), RemoteError)
     return kind(str(meta.get("message")))
-
-
-def _shown(pending: Pending) -> str:
-    return f"{pending.request.service}.{pending.request.method}"

@@ -1,7 +1,15 @@
-"""The host's end of an open connection: requests until the owner gets them, and their answers."""
+"""The host's end of a connection: its handshake, then requests until the owner gets them, and their answers.
+
+accepted ── CHALLENGE ──► greeting ── PROOF ──► proven ── HELLO ──► being admitted ── WELCOME ──► open
+                             │ no key, deadline, garbage               │ refused
+                             ▼                                         ▼
+
+`HostHandshake` is the `Side` of a new connection. `Inbound` replaces it.
+"""
 
 from __future__ import annotations
 
+import socket
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
@@ -12,9 +20,11 @@ from dure.errors import DamagedFrame, PeerLost, Refused, RemoteError
 from dure.runtime.wire.connection import Connection, Shared, has_memory
 from dure.runtime.wire.frame import Frame, Kind
 from dure.runtime.wire.memory import Lease, Share, announced, bytes_of, described, fitting, nbytes_of, spec_of
+from dure.runtime.wire.seals import NONCE_NBYTES, Prover
 from dure.runtime.wire.values import Identity, Loss, WireLimits
 
 _LOOK_SECONDS = 0.25  # period of the check on callers that wait for memory
+
 _LONGEST_LOOK_SECONDS = 1.0
 
 
@@ -127,28 +137,71 @@ class Callers:
             self._look_soon()
 
 
-class Stall:
-    """Seconds for which a payload has stalled; a caller looks several times a second.
+class HostHandshake:
+    """The host's end of a new connection: verifies the caller's proof, and admits or refuses the caller."""
 
-    A pause of this process counts as `_LONGEST_LOOK_SECONDS` at most, since it left received bytes unread.
-    """
+    def __init__(self, shared: Shared, callers: Callers, sock: socket.socket) -> None:
+        self._shared = shared
+        self._callers = callers
+        self._caller: Identity | None = None
+        self._prover = Prover(shared.credentials.key, calling=False)
+        self._ended = False
+        self._connection = Connection(shared, sock, self)
+        callers.came(self._connection)
+        self._deadline = shared.reactor.timers.after(shared.limits.handshake_seconds, self._too_late)
+        self._connection.send(Kind.CHALLENGE, self._prover.mine)
 
-    def __init__(self, limits: WireLimits) -> None:
-        self._limits = limits
-        self._seconds = 0.0
-        self._looked = self._received = 0.0
+    def frame(self, frame: Frame) -> None:
+        if self._connection.proven:
+            self._greeted(frame)
+        else:
+            self._proved(frame)
 
-    def begin(self, received_nbytes: int) -> None:
-        """Start the count for a new payload."""
-        self._seconds, self._looked, self._received = 0.0, time.monotonic(), received_nbytes
+    def ended(self, error: RemoteError, finished: bool) -> None:
+        self._ended = True
+        self._shared.reactor.timers.cancel(self._deadline)
+        self._callers.gone(self._connection)
 
-    def is_over(self, received_nbytes: int) -> bool:
-        """Whether the stall is too long, given the number of bytes received so far."""
-        now = time.monotonic()
-        gap, self._looked = min(now - self._looked, _LONGEST_LOOK_SECONDS), now
-        came, self._received = received_nbytes - self._received, received_nbytes
-        self._seconds = 0.0 if came > self._limits.least_speed * gap else self._seconds + gap
-        return self._seconds >= self._limits.stall_seconds
+    def _too_late(self) -> None:
+        self._connection.end(PeerLost(f"it did not introduce itself within {self._shared.limits.handshake_seconds} s"))
+
+    def _proved(self, frame: Frame) -> None:
+        nonce, proof = frame.raw[:NONCE_NBYTES], frame.raw[NONCE_NBYTES:]
+        if frame.header.kind is not Kind.PROOF or not self._prover.meet(nonce):
+            raise DamagedFrame(f"a {frame.header.kind.name} before the proof that its sender has the key.")
+        if not self._prover.accepts(proof):
+            raise Refused("a caller came without the key of this run.")
+        self._connection.send(Kind.PROOF, self._prover.proof)
+        self._connection.prove(self._prover.seals())
+
+    def _greeted(self, frame: Frame) -> None:
+        if frame.header.kind is not Kind.HELLO:
+            raise DamagedFrame(f"a {frame.header.kind.name} before the HELLO.")
+        caller = Identity.from_meta(frame.meta)
+        self._connection.agree(frame.meta)
+        self._shared.reactor.timers.cancel(self._deadline)
+        self._connection.pause()
+        self._shared.reactor.events.append(lambda: self._admit(caller))
+
+    def _admit(self, caller: Identity) -> None:
+        """Admit the caller, or refuse it with the reason. Runs on the owner's thread."""
+        if self._ended:
+            return
+        connection, shared = self._connection, self._shared
+        reason = self._callers.objection(caller) or shared.host.admit(caller)
+        with shared.reactor.lock:
+            if reason is not None:
+                shared.refused += 1
+                connection.refuse(Refused(reason))
+                return
+            self._callers.gone(connection)
+            self._callers.enter(Inbound(shared, self._callers, connection, caller))
+            connection.count_with(caller.name)
+            connection.open_up()
+            connection.send(Kind.WELCOME, shared.identity.to_meta() | connection.offer())
+            if connection.trusted:
+                connection.trust()
+            connection.resume()
 
 
 class Inbound:
@@ -426,3 +479,27 @@ class Answer:
             inbound.connection.send(
                 Kind.REPLY, meta, payload, request=self._request, on_sent=lambda: events.append(answer.release)
             )
+
+
+class Stall:
+    """Seconds for which a payload has stalled; a caller looks several times a second.
+
+    A pause of this process counts as `_LONGEST_LOOK_SECONDS` at most, since it left received bytes unread.
+    """
+
+    def __init__(self, limits: WireLimits) -> None:
+        self._limits = limits
+        self._seconds = 0.0
+        self._looked = self._received = 0.0
+
+    def begin(self, received_nbytes: int) -> None:
+        """Start the count for a new payload."""
+        self._seconds, self._looked, self._received = 0.0, time.monotonic(), received_nbytes
+
+    def is_over(self, received_nbytes: int) -> bool:
+        """Whether the stall is too long, given the number of bytes received so far."""
+        now = time.monotonic()
+        gap, self._looked = min(now - self._looked, _LONGEST_LOOK_SECONDS), now
+        came, self._received = received_nbytes - self._received, received_nbytes
+        self._seconds = 0.0 if came > self._limits.least_speed * gap else self._seconds + gap
+        return self._seconds >= self._limits.stall_seconds
