@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import logging
-import re
 import threading
-from collections.abc import Sequence
-from typing import ClassVar
 
 import pytest
 import torch
@@ -16,13 +13,13 @@ from support.raw_caller import CREDENTIALS
 
 from dure.core import protocol
 from dure.core.node import Address, Call, Reply, TensorSpec
-from dure.core.protocol import COUNT, DRIVER, OWN, WORKERS, Method, check
+from dure.core.protocol import COUNT, DRIVER, OWN, WORKERS, Method, RemoteService, carrying, check, remote
 from dure.errors import Refused, RemoteError
 from dure.job.optimizer import OptimizerSpec
 from dure.rl.model_service import ModelService
 from dure.rl.replay_service import ReplayService
 from dure.run.driver import Driver
-from dure.run.process import CONTROL
+from dure.run.process import Control
 from dure.runtime.process.node import Outbox, ProcessNode
 from dure.runtime.wire import Identity
 from dure.topology.collective.compressed import ChunkServer
@@ -124,39 +121,154 @@ def test_what_fields_hold(field, good, bad):
 
 @pytest.mark.parametrize("service", SERVICES, ids=lambda kind: kind.__name__)
 def test_every_service_says_who_may_call_each_of_its_methods(service):
-    """Its docstring has a table of methods, where there is one."""
-    documented = set(re.findall(r"^ *\| *`(\w+)`", service.__doc__ or "", re.MULTILINE))
-    assert documented <= set(service.protocol)
+    assert service.protocol
     assert all(method.callers for name, method in service.protocol.items() if name != "fetch" or service is not Outbox)
 
 
 def test_the_driver_alone_commands_processes():
-    assert all(method.callers == DRIVER for method in CONTROL.values())
+    assert all(method.callers == DRIVER for method in Control.protocol.values())
+
+
+# ---- declarations
+
+
+class Counter(RemoteService):
+    """A service whose methods are declared: one plain, one later, one that brings tensors."""
+
+    called = "the counter"
+
+    def __init__(self, room=3):
+        self.room = room
+        self.count = 0
+
+    @remote(WORKERS, DRIVER, by=COUNT, note=protocol.maybe(protocol.TEXT))
+    def _add(self, call):
+        """The count."""
+        self.count += call.fields["by"]
+        return Reply({"count": self.count})
+
+    @remote(WORKERS)
+    @carrying(lambda counter: (TensorSpec("float32", counter.room),))
+    async def fill(self, call):
+        return Reply({"filled": call.tensors[0].numel()})
+
+    @remote(DRIVER)
+    def _reset(self, call):
+        self.count = 0
+        return Reply()
+
+    def state(self):
+        return {"count": self.count}
+
+    def _forget(self, call):
+        self.count = 0
+
+
+class Twice(Counter):
+    """Counts double; has one method more, and one that everybody may call."""
+
+    def _add(self, call):
+        self.count += call.fields["by"]
+        return super()._add(call)
+
+    @remote()
+    def look(self, call):
+        return Reply(self.state())
+
+
+class Open(Twice, checked=False):
+    called = "an open counter"
+
+
+def test_a_declaration_says_who_may_call_and_with_what():
+    assert list(Counter.protocol) == ["add", "fill", "reset"]
+    assert Counter.protocol["add"].callers == ("worker", "driver")
+    assert dict(Counter.protocol["add"].fields) == {"by": COUNT, "note": protocol.maybe(protocol.TEXT)}
+    assert Counter.protocol["fill"].callers == ("worker",)
+    assert Counter.protocol["fill"].fields == {}
+
+
+def test_a_method_is_answered_by_its_handler():
+    counter = Counter()
+    assert counter.handle(Call("worker 0", "add", {"by": 2}, ())) == Reply({"count": 2})
+    assert counter.handle(Call("worker 0", "add", {"by": 3}, ())) == Reply({"count": 5})
+    later = counter.handle(Call("worker 0", "fill", {}, (torch.zeros(3),)))
+    with pytest.raises(StopIteration) as ended:
+        later.send(None)
+    assert ended.value.value == Reply({"filled": 3})
+
+
+@pytest.mark.parametrize("method", ["state", "_add", "_forget", "forget", "handle", "__init__", "room", "protocol", ""])
+def test_what_is_not_declared_cannot_be_called(method):
+    counter = Counter()
+    with pytest.raises(Refused) as refused:
+        counter.handle(Call("worker 0", method, {}, ()))
+    assert str(refused.value) == f'the counter has no method "{method}"; it has add, fill, reset.'
+    assert counter.expects(method) == ()
+    with pytest.raises(Refused, match=r"^an open counter has no method .* it has add, fill, reset, look\.$"):
+        Open().handle(Call("worker 0", method, {}, ()))
+
+
+def test_a_call_brings_the_tensors_that_this_service_expects():
+    assert Counter(3).expects("fill") == (TensorSpec("float32", 3),)
+    assert Counter(5).expects("fill") == (TensorSpec("float32", 5),)
+    assert Counter().expects("add") == ()
+
+
+def test_a_subclass_has_the_methods_of_its_base_and_may_override_them():
+    assert list(Twice.protocol) == ["add", "fill", "reset", "look"]
+    assert Twice.protocol["add"] == Counter.protocol["add"]
+    assert list(Counter.protocol) == ["add", "fill", "reset"]
+    assert Twice(7).expects("fill") == (TensorSpec("float32", 7),)
+    assert Twice().handle(Call("worker 0", "add", {"by": 2}, ())) == Reply({"count": 4})
+    assert Twice().handle(Call("worker 0", "look", {}, ())) == Reply({"count": 0})
+
+
+def test_a_service_admits_the_callers_that_have_a_part_in_it():
+    class Closed(Counter):
+        def admit(self, call):
+            if call.caller != "worker 7":
+                raise Refused(f"{call.caller} has no part in it.")
+
+    counter = Closed()
+    with pytest.raises(Refused, match=r"^worker 1 has no part in it\.$"):
+        counter.handle(Call("worker 1", "add", {"by": 1}, ()))
+    assert counter.count == 0
+    assert counter.handle(Call("worker 7", "add", {"by": 1}, ())) == Reply({"count": 1})
+
+
+def test_a_declaration_that_is_none_is_refused_where_it_is_written():
+    with pytest.raises(TypeError, match=r"^the field by needs a type such as COUNT or maybe"):
+        remote(WORKERS, by=int)
+    with pytest.raises(TypeError, match=r"^callers are groups such as WORKERS or DRIVER, got 'worker'"):
+        remote("worker")
+    with pytest.raises(TypeError, match=r"^Both declares add twice: by _add and by add"):
+
+        class Both(Counter):
+            @remote(WORKERS)
+            def add(self, call): ...
 
 
 # ---- a live node
 
 
-class Fragile:
+class Fragile(RemoteService):
     """A service whose handlers fail."""
-
-    protocol: ClassVar = {"count": Method(WORKERS, {"by": COUNT})}
 
     def __init__(self) -> None:
         self.counted = 0
 
-    def expects(self, method: str) -> Sequence[TensorSpec]:
-        return ()
+    @remote(WORKERS, by=COUNT)
+    def count(self, call):
+        self.counted += call.fields["by"]
+        return Reply({"counted": self.counted})
 
-    def handle(self, call: Call):
-        if call.method == "count":
-            self.counted += call.fields["by"]
-            return Reply({"counted": self.counted})
-        if call.method == "fail at once":
-            raise KeyError("by")
-        return self.fail_later()
+    @remote(WORKERS)
+    def fail_at_once(self, call):
+        raise KeyError("by")
 
-    async def fail_later(self) -> Reply:
+    @remote(WORKERS)
+    async def fail_later(self, call):
         raise TypeError("later")
 
 
@@ -193,7 +305,7 @@ def live():
     host.loop.end()
 
 
-@pytest.mark.parametrize("method", ["fail at once", "fail later"])
+@pytest.mark.parametrize("method", ["fail_at_once", "fail_later"])
 def test_a_handler_that_raises_ends_the_call_and_not_the_process(live, method, caplog):
     host, ask, failures = live
     host.serve("fragile", Fragile())
@@ -215,6 +327,32 @@ def test_a_refused_call_does_not_reach_the_service(live):
         with pytest.raises(Refused):
             ask("fragile", "count", **fields)
     assert service.counted == 0
+    assert not failures
+
+
+def test_a_node_refuses_by_the_declaration_of_the_service_that_it_hosts(live):
+    host, ask, failures = live
+    counter, opened = Counter(), Open()
+    host.serve("counter", counter)
+    host.serve("open", opened)
+    assert ask("counter", "add", by=1, note="x").fields == {"count": 1}
+    for refused, fields, says in [
+        ("add", {"by": -1}, "add of counter has by=-1, which must be a whole number from 0 to 2^53."),
+        ("add", {}, "add of counter lacks the field by, a whole number from 0 to 2^53."),
+        ("add", {"by": 1, "worker": 1}, "add of counter has no field worker."),
+        ("reset", {}, "worker 1 may not call reset of counter: it is for driver."),
+        ("look", {}, 'the counter has no method "look"; it has add, fill, reset.'),
+    ]:
+        with pytest.raises(Refused) as caught:
+            ask("counter", refused, **fields)
+        assert str(caught.value) == f"server 0, counter.{refused}: {says}"
+    assert ask("counter", "fill", torch.zeros(3)).fields == {"filled": 3}
+    with pytest.raises(Refused, match=r"fill carries"):
+        ask("counter", "fill", torch.zeros(4))
+    with pytest.raises(Refused, match=r"fill carries"):
+        ask("counter", "fill")
+    assert counter.count == 1
+    assert ask("open", "add", by=-1, more="of it").fields == {"count": -2}
     assert not failures
 
 

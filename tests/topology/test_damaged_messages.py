@@ -139,7 +139,7 @@ def test_a_shard_refuses_what_no_encoder_made(stranger, codec, ordered):
     caller, shard = served(stranger, codec)
     good = message_of(codec)
     caller.enter()
-    bad = [message for message in damages(codec, good) if len(message) <= shard._coder.most_bytes]
+    bad = [message for message in damages(codec, good) if len(message) <= shard.updater.rule.coder.most_bytes]
     for seq, message in enumerate(bad, start=1):
         caller.send(push(caller, message, seq, ordered, incarnation=seq))  # after three it must join again
         kind, meta = caller.answer()
@@ -177,10 +177,10 @@ def test_a_shard_takes_no_message_longer_than_any_can_be(stranger, codec):
     """Said from the server's own numbers, before a byte of it is decoded."""
     caller, shard = served(stranger, codec)
     caller.enter()
-    caller.send(push(caller, bytes(shard._coder.most_bytes + 1), 0))
+    caller.send(push(caller, bytes(shard.updater.rule.coder.most_bytes + 1), 0))
     kind, meta = caller.answer()
     assert kind == Kind.ERROR
-    assert str(shard._coder.most_bytes) in str(meta)
+    assert str(shard.updater.rule.coder.most_bytes) in str(meta)
     assert (shard.applied, shard.refused) == (0, 0)
     assert not shard.values.any()
 

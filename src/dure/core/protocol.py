@@ -1,23 +1,30 @@
-"""Protocol of a service: the permitted callers of each method, and the types of its fields.
+"""Declarations of services: the permitted callers of each method, the types of its fields, the tensors that it takes.
 
-A service declares its `protocol`. A node checks every call from a connection by it before the service handles the call,
-and refuses a wrong call, which then has no effect. Calls from the service's own node and in virtual time are not
-checked.
+A method is declared once, on its handler:
 
-    protocol = {"staged": Method(WORKERS, {"worker": OWN, "seq": COUNT, "group": nullable(COUNT)})}
+    class Counter(RemoteService):
+        called = "the counter"
+
+        @remote(WORKERS, worker=OWN, by=COUNT, group=maybe(nullable(COUNT)))
+        @carrying(lambda counter: counter.specs)
+        def _count(self, call: Call) -> Reply: ...
+
+A node checks every call from a connection by the declaration before the service handles the call, and refuses a wrong
+call, which then has no effect. Calls from the service's own node and in virtual time are not checked.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from itertools import chain
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 from dure.errors import Refused
 
 if TYPE_CHECKING:
-    from dure.core.node import Call
+    from dure.core.node import Call, Reply, TensorSpec
 
 LONGEST_TEXT = 10_000
 """Most characters of a text in a field."""
@@ -31,6 +38,7 @@ SHOWN = 40
 
 NODES = ("worker", "server", "actor", "replay")
 WORKERS = ("worker",)
+ACTORS = ("actor",)
 COMPANIONS = ("actor", "replay")
 DRIVER = ("driver",)
 CLOCK = ("server 0",)
@@ -54,6 +62,93 @@ class Method:
 
     callers: tuple[str, ...] = ()
     fields: Mapping[str, Field] = field(default_factory=dict)
+
+
+Handler = TypeVar("Handler", bound=Callable[..., "Reply | Awaitable[Reply]"])
+Tensors = Callable[[Any], "Sequence[TensorSpec]"]
+"""Returns the tensors that a service expects."""
+
+
+def remote(*callers: tuple[str, ...], **fields: Field) -> Callable[[Handler], Handler]:
+    """Declare a handler of a `RemoteService` as a method that `callers` may call with `fields`.
+
+    The method has the name of the handler, without an underscore at its front. Without callers, every node may call it.
+    """
+    for name, each in fields.items():
+        if not isinstance(each, Field):
+            raise TypeError(f"the field {name} needs a type such as COUNT or maybe(TEXT), got {each!r}.")
+    for group in callers:
+        if isinstance(group, str):
+            raise TypeError(f"callers are groups such as WORKERS or DRIVER, got {group!r}. Use ({group!r},).")
+    method = Method(tuple(chain.from_iterable(callers)), fields)
+
+    def declare(handler: Handler) -> Handler:
+        handler.__remote__ = method  # type: ignore[attr-defined]
+        return handler
+
+    return declare
+
+
+def carrying(tensors: Tensors) -> Callable[[Handler], Handler]:
+    """Declare the tensors that a call of a `remote` method brings; `tensors` gives them for a service."""
+
+    def declare(handler: Handler) -> Handler:
+        handler.__carried__ = tensors  # type: ignore[attr-defined]
+        return handler
+
+    return declare
+
+
+class _Declared(NamedTuple):
+    """A method, the name of its handler, and the tensors that it takes."""
+
+    handler: str
+    method: Method
+    tensors: Tensors
+
+
+class RemoteService:
+    """An object on a node whose methods other nodes call: the handlers that `remote` declares.
+
+    `called` names the service in refusals. A subclass has the methods of its bases, in their order, and may override a
+    handler. Of a class with `checked=False` the callers and fields are not checked.
+    """
+
+    called: ClassVar[str] = "the service"
+    protocol: ClassVar[Mapping[str, Method]] = {}
+    _declared: ClassVar[Mapping[str, _Declared]] = {}
+
+    def __init_subclass__(cls, *, checked: bool = True) -> None:
+        found: dict[str, _Declared] = {}
+        for handler, value in chain.from_iterable(vars(base).items() for base in reversed(cls.__mro__)):
+            if isinstance(method := getattr(value, "__remote__", None), Method):
+                name = handler.removeprefix("_")
+                if name in found and found[name].handler != handler:
+                    raise TypeError(f"{cls.__name__} declares {name} twice: by {found[name].handler} and by {handler}.")
+                found[name] = _Declared(handler, method, getattr(value, "__carried__", lambda service: ()))
+        cls._declared = found
+        cls.protocol = {name: each.method for name, each in found.items()} if checked else {}
+
+    def handle(self, call: Call) -> Reply | Awaitable[Reply]:
+        """Answer a call. Raises `Refused` for a method that is not declared."""
+        declared = self._declared.get(call.method)
+        if declared is None:
+            raise Refused(self.unknown(call))
+        self.admit(call)
+        answer: Reply | Awaitable[Reply] = getattr(self, declared.handler)(call)
+        return answer
+
+    def admit(self, call: Call) -> None:
+        """Raise `Refused` for a call of a declared method from a caller that has no part in this service."""
+
+    def unknown(self, call: Call) -> str:
+        """The refusal of a method that is not declared."""
+        return f'{self.called} has no method "{call.method}"; it has {", ".join(self._declared)}.'
+
+    def expects(self, method: str) -> Sequence[TensorSpec]:
+        """The tensors that a call of `method` must bring."""
+        declared = self._declared.get(method)
+        return () if declared is None else declared.tensors(self)
 
 
 def check(service: str, method: Method, call: Call) -> None:

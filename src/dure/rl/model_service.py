@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-from dure.core.node import Call, Node, Operation, Reply, TensorSpec
-from dure.core.protocol import COUNT, Method
-from dure.errors import Refused
+from dure.core.node import Call, Node, Operation, Reply
+from dure.core.protocol import ACTORS, COUNT, RemoteService, remote
 
 if TYPE_CHECKING:
     import torch
 
 
-class ModelService:
+class ModelService(RemoteService):
     """The newest model of the worker at `node`, and its version: the updates that the model has had.
 
     A model is its parameters, and the buffers that training changes if it has some.
@@ -21,7 +20,7 @@ class ModelService:
     A worker over servers has the updates of all workers in its model. `step` counts those that it has made itself.
     """
 
-    protocol: ClassVar[Mapping[str, Method]] = {"pull": Method(("actor",), {"at_least": COUNT})}
+    called = "a model"
 
     def __init__(self, node: Node) -> None:
         self.node = node
@@ -38,12 +37,9 @@ class ModelService:
         for operation in waiting:
             operation.resolve()
 
-    def expects(self, method: str) -> Sequence[TensorSpec]:
-        return ()
-
-    async def handle(self, call: Call) -> Reply:
-        if call.method != "pull":
-            raise Refused(f'a model has no method "{call.method}"; it has pull.')
+    @remote(ACTORS, at_least=COUNT)
+    async def _pull(self, call: Call) -> Reply:
+        """Version and model, once the worker has made so many steps."""
         while self.step < call.fields["at_least"]:
             self._waiting.append(self.node.promise(f"step {call.fields['at_least']} of the model"))
             await self._waiting[-1]

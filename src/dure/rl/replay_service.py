@@ -14,14 +14,14 @@ after the answer: the ratio of samples to inserts leaves its bounds by at most o
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dure.core.node import Apply, Call, Node, Operation, Reply, TensorSpec
-from dure.core.protocol import COUNT, FINITE, WORKERS, Method
+from dure.core.protocol import ACTORS, COUNT, FINITE, WORKERS, RemoteService, carrying, remote
 from dure.core.state import State
 from dure.errors import Refused, WorkOver
 from dure.rl.messages import InsertionTensors, SampleTensors, check_priorities
@@ -32,8 +32,11 @@ if TYPE_CHECKING:
     from dure.rl.rate_limiter import RateLimiter
     from dure.rl.replay import Replay, Sample
 
+UPDATED = (TensorSpec("int64", MOST, at_most=True), TensorSpec("float32", MOST, at_most=True))
+"""Keys and priorities of an update."""
 
-class ReplayService:
+
+class ReplayService(RemoteService):
     """`replay` at `node`, with the pace of `limiter`. The surplus is removed every `trim_every` batches. The nodes
     called `actors` insert into it.
 
@@ -41,6 +44,7 @@ class ReplayService:
     transition is the version of the sampling worker, when it asked for the batch, less that one.
     """
 
+    called = "a replay"
     saves = True
 
     def __init__(
@@ -50,6 +54,7 @@ class ReplayService:
         self.replay = replay
         self.limiter = limiter
         self.insertions, self.samples = InsertionTensors(replay.layout), SampleTensors(replay.layout)
+        self._inserted = self.insertions.specs(MOST)
         self.trim_every = trim_every
         self.actors = actors
         self.through: set[str] = set()
@@ -58,34 +63,11 @@ class ReplayService:
         self.updated = 0
         self.lags = [0.0, 0.0, 0.0]  # transitions, their sum of lags, the largest
         self._waiting: list[Operation[Any]] = []
-        self._expected: dict[str, Sequence[TensorSpec]] = {
-            "insert": self.insertions.specs(MOST),
-            "update": (TensorSpec("int64", MOST, at_most=True), TensorSpec("float32", MOST, at_most=True)),
-        }
-        self._handlers = {
-            "insert": self._insert,
-            "sample": self._sample,
-            "update": self._update,
-            "finish": self._finish,
-        }
 
-    protocol: ClassVar[Mapping[str, Method]] = {
-        "insert": Method(("actor",)),
-        "finish": Method(("actor",)),
-        "sample": Method(WORKERS, {"count": COUNT, "beta": FINITE, "version": COUNT}),
-        "update": Method(WORKERS),
-    }
-
-    def expects(self, method: str) -> Sequence[TensorSpec]:
-        return self._expected.get(method, ())
-
-    def handle(self, call: Call) -> Any:
-        handler = self._handlers.get(call.method)
-        if handler is None:
-            raise Refused(f'a replay has no method "{call.method}"; it has {", ".join(self._handlers)}.')
-        return handler(call)
-
+    @remote(ACTORS)
+    @carrying(lambda replay: replay._inserted)
     async def _insert(self, call: Call) -> Reply:
+        """Keep transitions: the replay's size and inserts, once the rate limiter admits more."""
         self._check_actor(call)
         values, priorities = self.insertions.read(call.tensors)
         if len(values["version"]) > self.replay.storage:
@@ -98,7 +80,9 @@ class ReplayService:
             await self._change("samples, which are behind the inserts")
         return Reply({"size": self.replay.size, "inserts": self.replay.inserted})
 
+    @remote(WORKERS, count=COUNT, beta=FINITE, version=COUNT)
     async def _sample(self, call: Call) -> Reply:
+        """Keys, weights and transitions, once there are enough and the rate limiter admits it."""
         count = call.fields["count"]
         if not 0 < count <= MOST:
             raise Refused(f"a sample has 1 to {MOST} transitions, and {call.caller} asked for {count}.")
@@ -126,6 +110,7 @@ class ReplayService:
         if call.caller not in self.actors:
             raise Refused(f"{call.caller} does not insert here; {', '.join(sorted(self.actors))} do.")
 
+    @remote(ACTORS)
     def _finish(self, call: Call) -> Reply:
         """Note that an actor sends nothing more."""
         self._check_actor(call)
@@ -133,7 +118,10 @@ class ReplayService:
         self._changed()
         return Reply()
 
+    @remote(WORKERS)
+    @carrying(lambda replay: UPDATED)
     def _update(self, call: Call) -> Reply:
+        """Give transitions new priorities."""
         keys, priorities = (tensor.numpy() for tensor in call.tensors)
         if len(keys) != len(priorities):
             raise Refused(f"an update has {len(keys)} keys and {len(priorities)} priorities.")

@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import secrets
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from dure.core.deployment import NodeId, by_rank
 from dure.core.meter import SPAN_KINDS
@@ -35,13 +35,15 @@ from dure.core.protocol import (
     PORT,
     TEXT,
     WORKERS,
-    Method,
+    RemoteService,
+    carrying,
     either,
     listed,
     mapping,
     maybe,
     nullable,
     one_of,
+    remote,
     row,
 )
 from dure.core.state import State
@@ -69,7 +71,7 @@ CLOSE_SECONDS = 2.0
 """Seconds in which processes may close their connections at the end of a run."""
 
 
-class Driver:
+class Driver(RemoteService):
     """Serves the processes of one run, starts them through `launcher`, and waits for the result.
 
     Processes of other machines reach it at the address `interface`; without it all are on this machine. Checkpoints
@@ -136,58 +138,19 @@ class Driver:
             companions=self.companions,
             **shared,
         )
-        self._handlers = self._methods()
-
-    def _methods(self) -> dict[str, Callable[[Call], Any]]:
-        """The handlers of the service, by the name of the method."""
-        return {
-            "register": self._register,
-            "ready": self._ready,
-            "progress": self._report,
-            "snapshot": self.history.snapshot,
-            "part": self.history.part,
-            "slowest": lambda call: Reply({"steps": self.progress.lowest()}),
-            "spans": self.history.add_spans,
-            "figures": self.companions.report,
-            "suspended": self.checkpoints.suspended,
-            "saved": self.checkpoints.saved,
-            "evicted": self._evicted,
-            "failed": self._failed,
-            "done": self._done,
-        }
 
     # ---- the service
 
-    protocol: ClassVar[Mapping[str, Method]] = {
-        "register": Method(NODES, {"host": TEXT, "port": PORT}),
-        "ready": Method(NODES),
-        "progress": Method(
-            WORKERS, {"steps": COUNT, "at": COUNT, "done": COUNT, "loss": nullable(NUMBER), "bytes": COUNT}
-        ),
-        "snapshot": Method(WORKERS, {"seconds": FINITE, "steps": COUNT, "bytes": COUNT, "updates": COUNT}),
-        "part": Method(WORKERS, {"steps": COUNT, "updates": COUNT, "at_servers": COUNT, "at": COUNT}),
-        "slowest": Method(WORKERS),
-        "spans": Method(WORKERS, {"spans": listed(row(TEXT, one_of(*SPAN_KINDS), FINITE, FINITE, TEXT))}),
-        "figures": Method(COMPANIONS, {"figures": mapping(FINITE)}),
-        "suspended": Method(WORKERS, {"step": COUNT}),
-        "saved": Method(WORKERS, {"problem": nullable(TEXT)}),
-        "evicted": Method(CLOCK, {"worker": NODE}),
-        "failed": Method((*WORKERS, *COMPANIONS), {"kind": TEXT, "message": TEXT, "refused": COUNT}),
-        "done": Method(
-            WORKERS,
-            {
-                "time": mapping(FINITE),
-                "skew": mapping(COUNT),
-                "seconds": FINITE,
-                "stage": maybe(mapping(either(COUNT, mapping(COUNT)))),
-                **dict.fromkeys(("steps", "done", "updates", "refused", *COUNTED), COUNT),
-            },
-        ),
-    }
+    def unknown(self, call: Call) -> str:
+        return f'the driver has no method "{call.method}".'
 
-    def expects(self, method: str) -> Sequence[TensorSpec]:
-        if method not in ("snapshot", "part", "done"):
-            return ()
+    def admit(self, call: Call) -> None:
+        if call.caller not in self.roster.expected:
+            raise Refused(f"{call.caller} is no process of this run.")
+
+    @property
+    def model(self) -> Sequence[TensorSpec]:
+        """A model, with its buffers if it has some, as tensors of a call."""
         replica, of_stage = self.setup.replica, self.setup.stages is not None
         specs = [TensorSpec(str(replica.dtype).removeprefix("torch."), replica.numel, at_most=of_stage)]
         buffers = replica.buffers_flat()
@@ -195,14 +158,7 @@ class Driver:
             specs.append(TensorSpec(str(buffers.dtype).removeprefix("torch."), buffers.numel(), at_most=of_stage))
         return specs
 
-    def handle(self, call: Call) -> Any:
-        handler = self._handlers.get(call.method)
-        if handler is None:
-            raise Refused(f'the driver has no method "{call.method}".')
-        if call.caller not in self.roster.expected:
-            raise Refused(f"{call.caller} is no process of this run.")
-        return handler(call)
-
+    @remote(NODES, host=TEXT, port=PORT)
     async def _register(self, call: Call) -> Reply:
         name, newcomer = call.caller, self.registration.begun.done
         await self.registration.register(name, (call.fields["host"], call.fields["port"]))
@@ -214,6 +170,7 @@ class Driver:
         directory = {name: list(place) for name, place in self.roster.places.items()}
         return Reply({"directory": directory, "store": store, "newcomer": newcomer})
 
+    @remote(NODES)
     async def _ready(self, call: Call) -> Reply:
         await self.registration.ready(call.caller)
         await self.checkpoints.wait()
@@ -225,7 +182,8 @@ class Driver:
             return Reply({**go, "figures": self.companions.begin(call.caller)})
         return Reply({**go, "suspending": self.checkpoints.suspending, "checkpoint": self.checkpoints.due})
 
-    def _report(self, call: Call) -> Reply:
+    @remote(WORKERS, steps=COUNT, at=COUNT, done=COUNT, loss=nullable(NUMBER), bytes=COUNT)
+    def _progress(self, call: Call) -> Reply:
         self.roster.evicted.pop(call.caller, None)
         self.progress.report(call.caller, call.fields)
         self.history.evaluate_means()
@@ -234,10 +192,42 @@ class Driver:
             self.callbacks.progress(steps, self.setup.steps, loss, self.progress.samples())
         return Reply()
 
+    @remote(WORKERS, seconds=FINITE, steps=COUNT, bytes=COUNT, updates=COUNT)
+    @carrying(lambda driver: driver.model)
+    def _snapshot(self, call: Call) -> Reply:
+        return self.history.snapshot(call)
+
+    @remote(WORKERS, steps=COUNT, updates=COUNT, at_servers=COUNT, at=COUNT)
+    @carrying(lambda driver: driver.model)
+    def part(self, call: Call) -> Reply:
+        return self.history.part(call)
+
+    @remote(WORKERS)
+    def _slowest(self, call: Call) -> Reply:
+        return Reply({"steps": self.progress.lowest()})
+
+    @remote(WORKERS, spans=listed(row(TEXT, one_of(*SPAN_KINDS), FINITE, FINITE, TEXT)))
+    def _spans(self, call: Call) -> Reply:
+        return self.history.add_spans(call)
+
+    @remote(COMPANIONS, figures=mapping(FINITE))
+    def _figures(self, call: Call) -> Reply:
+        return self.companions.report(call)
+
+    @remote(WORKERS, step=COUNT)
+    def _suspended(self, call: Call) -> Awaitable[Reply]:
+        return self.checkpoints.suspended(call)
+
+    @remote(WORKERS, problem=nullable(TEXT))
+    def _saved(self, call: Call) -> Awaitable[Reply]:
+        return self.checkpoints.saved(call)
+
+    @remote(CLOCK, worker=NODE)
     def _evicted(self, call: Call) -> Reply:
         self.supervisor.evicted_by_clock(call.fields["worker"])
         return Reply()
 
+    @remote(WORKERS, COMPANIONS, kind=TEXT, message=TEXT, refused=COUNT)
     def _failed(self, call: Call) -> Reply:
         kind, message = call.fields["kind"], call.fields["message"]
         self.progress.refused_of_failed += int(call.fields["refused"])
@@ -247,6 +237,15 @@ class Driver:
             self.failures.report(call.caller, kind, message)
         return Reply()
 
+    @remote(
+        WORKERS,
+        time=mapping(FINITE),
+        skew=mapping(COUNT),
+        seconds=FINITE,
+        stage=maybe(mapping(either(COUNT, mapping(COUNT)))),
+        **dict.fromkeys(("steps", "done", "updates", "refused", *COUNTED), COUNT),
+    )
+    @carrying(lambda driver: driver.model)
     def _done(self, call: Call) -> Reply:
         self.roster.evicted.pop(call.caller, None)
         values, *buffers = [tensor.clone() for tensor in call.tensors]

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from dure.core.deployment import WORKER, NodeId
-from dure.core.node import Address, Call, Operation, Reply, Suspend, Task, TensorSpec
-from dure.core.protocol import COUNT, DRIVER, NODE, PLACE, TEXT, Method
+from dure.core.node import Address, Call, Operation, Reply, Suspend, Task
+from dure.core.protocol import COUNT, DRIVER, NODE, PLACE, TEXT, RemoteService, remote
 from dure.errors import CheckpointError, DureError, Refused
 from dure.partition.source import StageSource
 from dure.report.metrics import VersionCounts
@@ -120,35 +120,64 @@ class RunProcess(ABC):
         self.bye.resolve()
 
 
-CONTROL = {
-    "bye": Method(DRIVER),
-    "settle": Method(DRIVER),
-    "evaluate": Method(DRIVER),
-    "save": Method(DRIVER, {"draft": TEXT}),
-    "report": Method(DRIVER),
-    "suspend": Method(DRIVER, {"step": COUNT}),
-    "stop_at": Method(DRIVER, {"step": COUNT}),
-    "lost": Method(DRIVER, {"name": NODE}),
-    "frozen": Method(DRIVER, {"name": NODE}),
-    "returned": Method(DRIVER, {"name": NODE}),
-    "meet": Method(DRIVER, {"name": NODE, "place": PLACE}),
-}
-"""The driver's commands. A process has handlers for some of them."""
-
-
-class Control:
-    """The service for the driver's commands: `handlers` by method, plain or `async`."""
+class Control(RemoteService):
+    """The service for the driver's commands. A process has `handlers` for some of them, plain or `async`."""
 
     def __init__(self, **handlers: Any) -> None:
-        self.protocol = {method: CONTROL[method] for method in handlers}
         self._handlers = handlers
 
-    def expects(self, method: str) -> Sequence[TensorSpec]:
-        return ()
+    def unknown(self, call: Call) -> str:
+        return f"{call.caller} may not ask a process to {call.method}."
 
-    def handle(self, call: Call) -> Reply | Awaitable[Reply]:
+    def admit(self, call: Call) -> None:
         if call.caller != "driver" or call.method not in self._handlers:
-            raise Refused(f"{call.caller} may not ask a process to {call.method}.")
+            raise Refused(self.unknown(call))
+
+    @remote(DRIVER)
+    def _bye(self, call: Call) -> Reply | Awaitable[Reply]:
+        return self._command(call)
+
+    @remote(DRIVER)
+    def _settle(self, call: Call) -> Reply | Awaitable[Reply]:
+        return self._command(call)
+
+    @remote(DRIVER)
+    def _evaluate(self, call: Call) -> Reply | Awaitable[Reply]:
+        return self._command(call)
+
+    @remote(DRIVER, draft=TEXT)
+    def _save(self, call: Call) -> Reply | Awaitable[Reply]:
+        return self._command(call)
+
+    @remote(DRIVER)
+    def _report(self, call: Call) -> Reply | Awaitable[Reply]:
+        return self._command(call)
+
+    @remote(DRIVER, step=COUNT)
+    def _suspend(self, call: Call) -> Reply | Awaitable[Reply]:
+        return self._command(call)
+
+    @remote(DRIVER, step=COUNT)
+    def _stop_at(self, call: Call) -> Reply | Awaitable[Reply]:
+        return self._command(call)
+
+    @remote(DRIVER, name=NODE)
+    def _lost(self, call: Call) -> Reply | Awaitable[Reply]:
+        return self._command(call)
+
+    @remote(DRIVER, name=NODE)
+    def _frozen(self, call: Call) -> Reply | Awaitable[Reply]:
+        return self._command(call)
+
+    @remote(DRIVER, name=NODE)
+    def _returned(self, call: Call) -> Reply | Awaitable[Reply]:
+        return self._command(call)
+
+    @remote(DRIVER, name=NODE, place=PLACE)
+    def _meet(self, call: Call) -> Reply | Awaitable[Reply]:
+        return self._command(call)
+
+    def _command(self, call: Call) -> Reply | Awaitable[Reply]:
         later = self._handlers[call.method](**call.fields)
         return Reply() if later is None else self._answer_after(later)
 

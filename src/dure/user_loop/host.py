@@ -9,13 +9,13 @@ the connection ends --------------------->  exits when no connection is left
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
 from dure.core.node import Call, Operation, Reply, TensorSpec
-from dure.core.protocol import PLACE, WORKERS, Method, mapping
+from dure.core.protocol import PLACE, WORKERS, RemoteService, carrying, mapping, remote
 from dure.errors import Refused
 from dure.job.optimizer import GroupRange, OptimizerSpec, restrict
 from dure.run.server_side import ServerSide
@@ -28,61 +28,53 @@ from dure.topology.parameter_server.shard import Shard
 from dure.topology.parameter_server.staging import Corrections
 
 
-class ShardHost:
+class ShardHost(RemoteService):
     """The service through which the ranks set up and take down one server.
 
     `request` holds: `credentials`, `number` of `shards`, `workers`, `ranges` of the flat parameters, `dtype`, `sync` as
     text, `optimizer` and `segments` as plain values, how many elements of `buffers` each rank has and how many bytes of
     `constants` (0 but on server 0).
-
-    | method   | tensors                       | reply                                                            |
-    |----------|-------------------------------|------------------------------------------------------------------|
-    | `open`   | slice, (buffers), (constants) | once the shard can be called; from rank 0 alone                  |
-    | `first`  |                               | the buffers and constants of rank 0                              |
-    | `finish` | (buffers)                     | once all have finished: ranks that gave buffers, and all of them |
     """
 
     def __init__(self, node: ProcessNode, request: Mapping[str, Any]) -> None:
         self.over: Operation[None] = node.promise("all workers to go")
         self._node = node
         self._request = request
-        self._first: Sequence[torch.Tensor] = ()
+        self._of_rank_0: Sequence[torch.Tensor] = ()
         self._last: dict[int, torch.Tensor] = {}
         self._finished: set[str] = set()
         self._gone: set[str] = set()
         self._all_finished: Operation[None] = node.promise("all workers to finish")
         node.on_lost = self._lost
 
-    protocol: ClassVar[Mapping[str, Method]] = {
-        "open": Method(("worker 0",), {"directory": mapping(PLACE)}),
-        "first": Method(WORKERS),
-        "finish": Method(WORKERS),
-    }
-
-    def expects(self, method: str) -> Sequence[TensorSpec]:
+    @property
+    def buffers(self) -> Sequence[TensorSpec]:
+        """The buffers of a rank as tensors of a call."""
         count = self._request["buffers"]
-        buffers = [TensorSpec("float64", count)] if count else []
-        if method == "open":
-            dtype, nbytes = self._request["dtype"], self._request["constants"]
-            constants = [TensorSpec("uint8", nbytes)] if nbytes else []
-            return [*(TensorSpec(dtype, stop - start) for start, stop in self._request["ranges"]), *buffers, *constants]
-        return buffers if method == "finish" else ()
+        return [TensorSpec("float64", count)] if count else []
 
-    def handle(self, call: Call) -> Reply | Awaitable[Reply]:
-        if call.method == "open" and call.caller == "worker 0":
-            return self._open(call)
-        if call.method == "first":
-            return Reply(tensors=self._first)
-        if call.method == "finish":
-            return self._finish(call)
-        raise Refused(f"{call.caller} may not ask the host of {self._node.name} to {call.method}.")
+    @property
+    def opened(self) -> Sequence[TensorSpec]:
+        """The slice of this server, the buffers and the constants of rank 0."""
+        dtype, nbytes = self._request["dtype"], self._request["constants"]
+        constants = [TensorSpec("uint8", nbytes)] if nbytes else []
+        slices = (TensorSpec(dtype, stop - start) for start, stop in self._request["ranges"])
+        return [*slices, *self.buffers, *constants]
 
+    def unknown(self, call: Call) -> str:
+        return f"{call.caller} may not ask the host of {self._node.name} to {call.method}."
+
+    @remote(("worker 0",), directory=mapping(PLACE))
+    @carrying(lambda host: host.opened)
     def _open(self, call: Call) -> Reply:
+        """Host the shard, which can be called then; from rank 0 alone."""
+        if call.caller != "worker 0":
+            raise Refused(self.unknown(call))
         request, node = self._request, self._node
         ranges = [(start, stop) for start, stop in request["ranges"]]
         node.directory.update({name: (host, port) for name, (host, port) in call.fields["directory"].items()})
         slices = call.tensors[: len(ranges)]
-        self._first = [tensor.clone() for tensor in call.tensors[len(ranges) :]]
+        self._of_rank_0 = [tensor.clone() for tensor in call.tensors[len(ranges) :]]
         values = torch.cat([torch.empty(0, dtype=getattr(torch, request["dtype"])), *slices])
         segments = restrict([GroupRange(*segment) for segment in request["segments"]], ranges)
         spec = OptimizerSpec(**{**request["optimizer"], "betas": tuple(request["optimizer"]["betas"])})
@@ -95,7 +87,15 @@ class ShardHost:
         server.serve()
         return Reply()
 
+    @remote(WORKERS)
+    def _first(self, call: Call) -> Reply:
+        """The buffers and constants of rank 0."""
+        return Reply(tensors=self._of_rank_0)
+
+    @remote(WORKERS)
+    @carrying(lambda host: host.buffers)
     async def _finish(self, call: Call) -> Reply:
+        """Once all have finished: the ranks that gave buffers, and all of them."""
         if call.tensors:
             self._last[int(call.caller.split()[1])] = call.tensors[0].clone()
         self._finished.add(call.caller)

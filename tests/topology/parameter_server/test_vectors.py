@@ -158,7 +158,7 @@ def test_who_fetches_gets_what_was_there_when_asked():
     bench = Bench(1)
     bench.order(("model", "w"), ("combine", "x", 1.0, "w", 0.0, "w"))
     shard = bench.shards[0]
-    reply = shard.vectors.methods["fetch"](type("Call", (), {"fields": {"name": "x"}}))
+    reply = shard.vectors.fetch(type("Call", (), {"fields": {"name": "x"}}))
     bench.order(("scale", "x", 0.0), ("zero", "x"), ("free", "x"))
     assert torch.cat(list(reply.tensors)).equal(W)
     made = shard.versions.pool.made

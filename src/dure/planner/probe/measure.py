@@ -18,14 +18,13 @@ import statistics
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from dure.codec.timing import Slice, random_slices, slices_of, timed
 from dure.core.node import Address, Call, Operation, Reply, TensorSpec
-from dure.core.protocol import Method
-from dure.errors import Refused
+from dure.core.protocol import COUNT, TEXT, RemoteService, carrying, listed, remote
 from dure.job.gradient import GradientWork
 from dure.job.gradients import GradientEngine
 from dure.job.optimizer import FlatOptimizer, OptimizerSpec
@@ -91,33 +90,12 @@ MODEL = 25_000
 Figures = dict[str, Any]
 
 
-class OpenShard(Shard):
-    """A shard for measurements: it has no protocol that limits calls to the workers of a run, so hosts may push."""
-
-    protocol: ClassVar[Mapping[str, Method]] = {}
+class OpenShard(Shard, checked=False):
+    """A shard for measurements: its calls are not limited to the workers of a run, so hosts may push."""
 
 
-class LinkBenchmark:
+class LinkBenchmark(RemoteService, checked=False):
     """The service of a host: receives and sends messages, and measures messages between itself and a peer.
-
-    | method       | fields | reply                                                                     |
-    |--------------|--------|---------------------------------------------------------------------------|
-    | `ping`       |        |                                                                           |
-    | `take N`     |        | after N bytes have arrived                                                |
-    | `give N`     |        | N bytes                                                                   |
-    | `spent`      |        | `seconds` of a core that this process has used                            |
-    | `measure`    | peer   | `round_trip`, `cpu_message`, `points` of (bytes, messages, out, in)       |
-    | `race`       | peers, | `rounds`, `count` times: seconds until `size` bytes of each peer are here,  |
-    |              | size,  | all sent at once                                                          |
-    |              | count  |                                                                           |
-    | `apply`      |        | `points` of (bytes, seconds) of updates applied; `cores` and `memory` here |
-    | `compute`    |        | `seconds` of steps, one after another: of the job, or of matrix products  |
-    | `host N`     |        | after a shard of N values has been made for pushes                        |
-    | `hand over`  | peer   | `points`: costs of a push to the peer's shard and of the reply            |
-    | `collective` | kind,  | `seconds` of collectives of `nbytes` among all ranks                      |
-    |              | nbytes |                                                                           |
-    | `code`       | codec  | `encode`, `decode`, `combine`: points of (values, seconds)                  |
-    | `over`       |        | the measurements end, and this host may exit                              |
 
     `compute`, `collective` and `code` begin at a barrier of `group`, that of all ranks.
     """
@@ -130,47 +108,51 @@ class LinkBenchmark:
         self._codecs = codecs or {}
         self._buffer = torch.zeros(SIZES[-1], dtype=torch.uint8)
 
-    def expects(self, method: str) -> Sequence[TensorSpec]:
-        kind, _, size = method.partition(" ")
-        return [TensorSpec("uint8", int(size))] if kind == "take" else ()
+    def unknown(self, call: Call) -> str:
+        return f'a benchmark has no method "{call.method}".'
 
-    def handle(self, call: Call) -> Reply | Awaitable[Reply]:
-        kind, _, size = call.method.partition(" ")
-        if kind in ("ping", "take"):
-            return Reply()
-        if kind == "give":
-            return Reply(tensors=[self._buffer[: int(size)]])
-        if kind == "spent":
-            return Reply({"seconds": time.process_time()})
-        if kind == "measure":
-            return self._measure(call.fields["peer"])
-        if kind == "race":
-            return self._race(**call.fields)
-        if kind == "apply":
-            return self._apply()
-        if kind == "compute":
-            return self._compute()
-        if kind == "collective":
-            return self._collective(**call.fields)
-        if kind == "host":
-            self._node.serve("shard", OpenShard(self._node, torch.zeros(int(size)), OptimizerSpec(lr=0.0)))
-            return Reply()
-        if kind == "hand":
-            return self._hand_over(call.fields["peer"])
-        if kind == "code":
-            return self._code(call.fields["codec"])
-        if kind == "over":
-            self.over.resolve()
-            return Reply()
-        raise Refused(f'a benchmark has no method "{call.method}".')
+    @remote()
+    def _ping(self, call: Call) -> Reply:
+        return Reply()
 
-    async def _measure(self, peer: str) -> Reply:
-        there = Address(peer, SERVICE)
+    @remote()
+    @carrying(lambda benchmark: (TensorSpec("uint8", SIZES[-1], at_most=True),))
+    def _take(self, call: Call) -> Reply:
+        """Take bytes."""
+        return Reply()
+
+    @remote(size=COUNT)
+    def _give(self, call: Call) -> Reply:
+        """So many bytes."""
+        return Reply(tensors=[self._buffer[: call.fields["size"]]])
+
+    @remote(size=COUNT)
+    def _host(self, call: Call) -> Reply:
+        """Make a shard of so many values, for pushes."""
+        values = torch.zeros(call.fields["size"])
+        self._node.serve("shard", OpenShard(self._node, values, OptimizerSpec(lr=0.0)))
+        return Reply()
+
+    @remote()
+    def _over(self, call: Call) -> Reply:
+        """End the measurements; this host may exit."""
+        self.over.resolve()
+        return Reply()
+
+    @remote()
+    def _spent(self, call: Call) -> Reply:
+        """The `seconds` of a core that this process has used."""
+        return Reply({"seconds": time.process_time()})
+
+    @remote(peer=TEXT)
+    async def _measure(self, call: Call) -> Reply:
+        """`round_trip`, `cpu_message`, and `points` of (bytes, messages, out, in)."""
+        there = Address(call.fields["peer"], SERVICE)
         await self._node.call(there, "ping")  # connects
-        times, cores = [], await self._spent(there)
+        times, cores = [], await self._cores(there)
         for _ in range(PINGS):
             times.append(await self._timed(lambda: [self._node.call(there, "ping")]))
-        pings = [later - earlier for earlier, later in zip(cores, await self._spent(there), strict=True)]
+        pings = [later - earlier for earlier, later in zip(cores, await self._cores(there), strict=True)]
         figures = {
             "round_trip": statistics.median(times),
             "cpu_message": max(pings) / PINGS / 2,  # a round trip has two messages; each costs both hosts
@@ -187,14 +169,16 @@ class LinkBenchmark:
             if number >= FEWEST and min(alone) > LONGEST:
                 break
 
-    async def _race(self, peers: Sequence[str], size: int, count: int) -> Reply:
-        """Receive `size` bytes from each of `peers` at once, `count` times; report the time of each arrival."""
+    @remote(peers=listed(TEXT), size=COUNT, count=COUNT)
+    async def _race(self, call: Call) -> Reply:
+        """`rounds`, `count` times: seconds until `size` bytes of each of `peers` are here, all sent at once."""
+        peers, size, count = (call.fields[name] for name in ("peers", "size", "count"))
         into = [torch.empty(size, dtype=torch.uint8) for _ in peers]
         rounds: list[list[float]] = []
         for _ in range(count + 1):  # the first round connects and is not counted
             began = time.perf_counter()
             gives = [
-                self._node.call(Address(peer, SERVICE), f"give {size}", into=(part,))
+                self._node.call(Address(peer, SERVICE), "give", into=(part,), size=size)
                 for peer, part in zip(peers, into, strict=True)
             ]
             ends = [self._node.spawn(_seconds_until(give, began), "the end of a message") for give in gives]
@@ -205,8 +189,8 @@ class LinkBenchmark:
         parts = [self._buffer[:size]] * count
         into = [torch.empty_like(part) for part in parts]
         call = self._node.call
-        out = await self._repeated(lambda: [call(there, f"take {size}", part) for part in parts])
-        back = await self._repeated(lambda: [call(there, f"give {size}", into=(part,)) for part in into])
+        out = await self._repeated(lambda: [call(there, "take", part) for part in parts])
+        back = await self._repeated(lambda: [call(there, "give", into=(part,), size=size) for part in into])
         return statistics.median(out), statistics.median(back)
 
     async def _repeated(self, start: Callable[[], Sequence[Operation[Reply]]]) -> list[float]:
@@ -221,13 +205,17 @@ class LinkBenchmark:
             await operation
         return time.perf_counter() - began
 
-    async def _spent(self, there: Address) -> tuple[float, float]:
+    async def _cores(self, there: Address) -> tuple[float, float]:
         """Seconds of a core that this process and the peer's have used."""
         mine = time.process_time()
         return mine, (await self._node.call(there, "spent")).fields["seconds"]
 
-    async def _apply(self) -> Reply:
-        """Time updates that a shard of this process applies on arrival, as in Downpour, without the wire."""
+    @remote()
+    async def _apply(self, call: Call) -> Reply:
+        """`points` of (bytes, seconds) of updates, with the `cores` and `memory` here.
+
+        A shard of this process applies them on arrival, as in Downpour, without the wire.
+        """
         points = []
         spec = OptimizerSpec() if self._job is None else self._job.optimizer
         model = 0 if self._job is None else 4 * Replica(self._job.build(0)).numel
@@ -242,35 +230,43 @@ class LinkBenchmark:
             points.append([nbytes, statistics.median(times[1:])])
         return Reply({"points": points, "cores": cores(), "memory": usable_memory()})
 
-    async def _compute(self) -> Reply:
+    @remote()
+    async def _compute(self, call: Call) -> Reply:
+        """`seconds` of steps, one after another: of the job, or of matrix products."""
         await self.group.barrier()
         return Reply({"seconds": step_seconds(self._job)})
 
-    async def _collective(self, kind: str, nbytes: int) -> Reply:
-        return Reply({"seconds": await repeated(self.group, kind, nbytes)})
+    @remote(kind=TEXT, nbytes=COUNT)
+    async def _collective(self, call: Call) -> Reply:
+        """`seconds` of collectives of `nbytes` among all ranks."""
+        return Reply({"seconds": await repeated(self.group, call.fields["kind"], call.fields["nbytes"])})
 
-    async def _code(self, codec: str) -> Reply:
+    @remote(codec=TEXT)
+    async def _code(self, call: Call) -> Reply:
+        """`encode`, `decode`, `combine`: points of (values, seconds)."""
         slices = self._slices
         await self.group.barrier()
-        return Reply(timed(self._codecs[codec], slices))
+        return Reply(timed(self._codecs[call.fields["codec"]], slices))
 
     @cached_property
     def _slices(self) -> list[Slice]:
         """The slices on which codecs are measured."""
         return list(random_slices() if self._job is None else slices_of(self._job))
 
-    async def _hand_over(self, peer: str) -> Reply:
-        """Time a loop of steps that pushes to a shard in the second process and pulls the values.
+    @remote(peer=TEXT)
+    async def _hand_over(self, call: Call) -> Reply:
+        """`points`: costs of a push to the peer's shard and of the reply, in a loop of steps.
 
         A point has the bytes of a push and the seconds of an iteration: by the clock, of this process's cores, of the
         peer's cores. The first point has no push.
         """
+        peer = call.fields["peer"]
         there = Address(peer, SERVICE)
         step = None if self._job is None else begin_steps(self._job)
         sizes = [1, MODEL if self._job is None else Replica(self._job.build(0)).numel]
         points = [[0, *await self._looped(there, step, None)]]
         for size in sizes:
-            await self._node.call(there, f"host {size}")
+            await self._node.call(there, "host", size=size)
             servers = ServerLayout([Address(peer, "shard")], [[(0, size)]], ordered=False)
             client, update = ServerClient(self._node, 0, servers), torch.zeros(size)
             points.append(
@@ -285,14 +281,14 @@ class LinkBenchmark:
         mine = theirs = began = 0.0
         for loop in range(-HAND_OVERS // 10, HAND_OVERS):
             if loop == 0:
-                mine, theirs = await self._spent(there)
+                mine, theirs = await self._cores(there)
                 began = time.perf_counter()
             if step is not None:
                 step()
             if exchange is not None:
                 await exchange()
         lasted = time.perf_counter() - began
-        here, beside = await self._spent(there)
+        here, beside = await self._cores(there)
         return lasted / HAND_OVERS, (here - mine) / HAND_OVERS, (beside - theirs) / HAND_OVERS
 
     async def _pushed(self, client: ServerClient, update: torch.Tensor) -> float:

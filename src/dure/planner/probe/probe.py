@@ -258,7 +258,7 @@ async def _conduct(
         found["collectives"][kind] = await curve(partial(_at_ranks, node, addresses, kind))
     found["compute"] = [reply["seconds"] for reply in await _together(node, ranks, "compute")]
     if len(ranks) == 1:
-        reply = await node.call(ranks[0], "hand over", peer="beside 0", timeout=PAIR_SECONDS)
+        reply = await node.call(ranks[0], "hand_over", peer="beside 0", timeout=PAIR_SECONDS)
         found["hand_over"] = reply.fields["points"]
     for codec in codecs:
         found["codecs"][codec] = await _together(node, ranks, "code", codec=codec)

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from dure.core.log import log
 from dure.core.meter import Meter
 from dure.core.node import Address, Apply, Call, Loop, Operation, Reply, Service, Task, TensorSpec, Work, nothing
 from dure.core.node_view import ServiceView
-from dure.core.protocol import COUNT, Method, check
+from dure.core.protocol import COUNT, Method, RemoteService, check, remote
 from dure.errors import DureError, GreetingLost, Refused, RemoteError
 from dure.job.gradient import GradientWork
 from dure.runtime.process.transfers import lane_of
@@ -383,10 +383,10 @@ class Connector:
             start(error)
 
 
-class Outbox:
+class Outbox(RemoteService):
     """Service of point-to-point messages: a sender keeps each until the receiver, which knows its size, fetches it."""
 
-    protocol: ClassVar[Mapping[str, Method]] = {"fetch": Method(fields={"tag": COUNT})}
+    called = "an outbox"
 
     def __init__(self, node: ProcessNode) -> None:
         self._node = node
@@ -399,12 +399,9 @@ class Outbox:
         self._match((peer, tag))
         return operation
 
-    def expects(self, method: str) -> Sequence[TensorSpec]:
-        return ()
-
-    async def handle(self, call: Call) -> Reply:
-        if call.method != "fetch":
-            raise Refused(f'an outbox has no method "{call.method}"; it has fetch.')
+    @remote(tag=COUNT)
+    async def _fetch(self, call: Call) -> Reply:
+        """The next message to the caller with that tag, once there is one."""
         key = (call.caller, int(call.fields["tag"]))
         fetched: Operation[Reply] = Operation(self._node.loop, f"a message for {call.caller}")
         self._fetching.setdefault(key, deque()).append(fetched)

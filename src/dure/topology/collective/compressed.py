@@ -12,8 +12,8 @@ combining by what the codec costs (`codec.cost`).
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Awaitable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,7 +21,7 @@ from dure.codec.coder import SliceLayout
 from dure.codec.exchange import Owner, add_up, memory, remember
 from dure.core.finite import all_finite
 from dure.core.node import Address, Apply, Call, CodecWork, Operation, Reply, TensorSpec, nothing, taking
-from dure.core.protocol import COUNT, FINITE, TRUTH, WORKERS, Method, maybe
+from dure.core.protocol import COUNT, FINITE, TRUTH, WORKERS, RemoteService, carrying, maybe, remote
 from dure.core.ranges import ShapedSlice, equal_ranges
 from dure.core.state import State
 from dure.errors import DamagedMessage, PeerLost, Refused, RemoteError
@@ -31,17 +31,14 @@ if TYPE_CHECKING:
     from dure.core.meter import Meter
     from dure.core.node import Group, Node
 
+MESSAGE = {"round": COUNT, "share": FINITE, "faulty": maybe(TRUTH)}
+
 SERVICE = "stripe"
 """What a node's `ChunkServer` is called by."""
 
 
-class ChunkServer:
+class ChunkServer(RemoteService):
     """Where the messages of a round arrive; a service. Rounds are numbered, and nobody is more than one ahead.
-
-    | method | fields       | tensors         | reply                                              |
-    |--------|--------------|-----------------|----------------------------------------------------|
-    | `give` | round, share | an owner's part | nbytes, and what all parts make, once all are here |
-    | `take` | round, share | a whole message | at once                                            |
 
     A member whose gradient is not finite sends zeros, and `faulty`: the answer to `give` has the places of all these.
     """
@@ -50,36 +47,46 @@ class ChunkServer:
         self._node = node
         self._members = tuple(members)
         self._owner = owner
-        self._most_bytes = most_bytes
+        self.message = (TensorSpec("uint8", most_bytes, at_most=True),)
         self._rounds: dict[int, dict[int, tuple[torch.Tensor, float]]] = {}
         self._complete: dict[int, Operation[Any]] = {}
         self._faulty: dict[int, list[int]] = {}
         self._gone = ""
 
-    protocol: ClassVar[Mapping[str, Method]] = dict.fromkeys(
-        ("give", "take"), Method(WORKERS, {"round": COUNT, "share": FINITE, "faulty": maybe(TRUTH)})
-    )
-
-    def handle(self, call: Call) -> Reply | Awaitable[Reply]:
-        if call.method not in ("give", "take") or call.caller not in self._members:
-            raise Refused(
-                f"{call.caller} may not {call.method} a message here: the group is {', '.join(self._members)}."
-            )
+    @remote(WORKERS, **MESSAGE)
+    @carrying(lambda server: server.message)
+    def _give(self, call: Call) -> Awaitable[Reply]:
+        """Take an owner's part: `nbytes`, and what all parts make, once all are here."""
         number = call.fields["round"]
-        came = self._rounds.setdefault(number, {})
-        came[self._members.index(call.caller)] = (call.tensors[0].clone(), call.fields["share"])
-        if call.fields.get("faulty"):
-            self._faulty.setdefault(number, []).append(self._members.index(call.caller))
-        complete = self.complete(number)
-        if len(came) == len(self._members):
-            if call.method == "give":
-                self._node.spawn(self._combine(number), f"round {number} of the stripe at {self._node.name}")
-            else:
-                complete.resolve()
-        return self._combined(complete) if call.method == "give" else Reply()
+        complete = self._took(call)
+        if len(self._rounds[number]) == len(self._members):
+            self._node.spawn(self._combine(number), f"round {number} of the stripe at {self._node.name}")
+        return self._combined(complete)
 
-    def expects(self, method: str) -> Sequence[TensorSpec]:
-        return [TensorSpec("uint8", self._most_bytes, at_most=True)]
+    @remote(WORKERS, **MESSAGE)
+    @carrying(lambda server: server.message)
+    def _take(self, call: Call) -> Reply:
+        """Take a whole message."""
+        complete = self._took(call)
+        if len(self._rounds[call.fields["round"]]) == len(self._members):
+            complete.resolve()
+        return Reply()
+
+    def _took(self, call: Call) -> Operation[Any]:
+        """Keep a member's message; that everybody's message of its round is here."""
+        number, place = call.fields["round"], self._members.index(call.caller)
+        self._rounds.setdefault(number, {})[place] = (call.tensors[0].clone(), call.fields["share"])
+        if call.fields.get("faulty"):
+            self._faulty.setdefault(number, []).append(place)
+        return self.complete(number)
+
+    def admit(self, call: Call) -> None:
+        if call.caller not in self._members:
+            raise Refused(self.unknown(call))
+
+    def unknown(self, call: Call) -> str:
+        members = ", ".join(self._members)
+        return f"{call.caller} may not {call.method} a message here: the group is {members}."
 
     def lost(self, node: str) -> None:
         """A node is gone, says the runtime: no round can end without it."""

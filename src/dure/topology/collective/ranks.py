@@ -6,14 +6,14 @@ ahead. Nobody waits for one who is gone: the first to notice tells all, and ever
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from dure.core.deployment import rank_of_worker
-from dure.core.node import Address, Apply, Call, Operation, Reply, TensorSpec, nothing
-from dure.core.protocol import COUNT, WORKERS, Method
+from dure.core.node import Address, Apply, Call, Operation, Reply, nothing
+from dure.core.protocol import COUNT, WORKERS, RemoteService, remote
 from dure.errors import PeerLost, Refused, RemoteError
 
 if TYPE_CHECKING:
@@ -25,8 +25,8 @@ SERVICE = "collective"
 """What a node's `GroupFailure` is called by."""
 
 
-class GroupFailure:
-    """Who of `ranks` is gone, as all of them hear of it; a service, whose one method `gone` names a `rank`."""
+class GroupFailure(RemoteService):
+    """Who of `ranks` is gone, as all of them hear of it."""
 
     def __init__(self, node: Node, ranks: Sequence[int]) -> None:
         self.noticed: Operation[None] = node.promise("a rank of the group to be lost")
@@ -53,16 +53,16 @@ class GroupFailure:
 
     # ---- the service
 
-    protocol: ClassVar[Mapping[str, Method]] = {"gone": Method(WORKERS, {"rank": COUNT})}
-
-    def handle(self, call: Call) -> Reply:
-        if call.method != "gone" or call.fields["rank"] not in self._ranks:
-            raise Refused(f"{call.caller} may only tell which of {self._ranks} is gone.")
+    @remote(WORKERS, rank=COUNT)
+    def _gone(self, call: Call) -> Reply:
+        """End every wait: a rank of the group is gone."""
+        if call.fields["rank"] not in self._ranks:
+            raise Refused(self.unknown(call))
         self.of(call.fields["rank"])
         return Reply()
 
-    def expects(self, method: str) -> Sequence[TensorSpec]:
-        return ()
+    def unknown(self, call: Call) -> str:
+        return f"{call.caller} may only tell which of {self._ranks} is gone."
 
     def lost(self, node: str) -> None:
         """Fail the group if `node`, which is lost, is one of its workers'."""

@@ -30,14 +30,14 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
 from dure.core.deployment import rank_of_worker
 from dure.core.node import Address, Call, Cancelled, Ghost, Node, Operation, Reply, TensorSpec
-from dure.core.protocol import COUNT, TRUTH, WORKERS, Method, listed
+from dure.core.protocol import COUNT, TRUTH, WORKERS, RemoteService, carrying, listed, remote
 from dure.errors import Busy, CallTimeout, Refused, RemoteError
 from dure.topology.base import RunPlan, Topology, TopologyWorker
 from dure.topology.gossip.graph import build, reconnect
@@ -102,19 +102,14 @@ class _Question(NamedTuple):
     mean: torch.Tensor
 
 
-class Peer:
+class Peer(RemoteService):
     """A worker among its neighbors: a service that they call, and what the worker averages with them through.
 
     `absent` are not there at first. `incarnation` numbers this worker's lives, `seed` decides whom it asks when.
     `averaged` counts averagings that it has taken part in, `refused` those that others had no time for.
-
-    | method   | fields         | tensors | reply                                                     |
-    |----------|----------------|---------|-----------------------------------------------------------|
-    | `meet`   | number         | model   | the mean of both; later, or `Busy`, if it is in the middle of another |
-    | `settle` | number, stands |         | `stood`: whether the averaging of that number had counted so far      |
-    | `copy`   |                |         | clock and model                                           |
-    | `look`   |                |         | model, and how many gradients of this worker are in it    |
     """
+
+    called = "a peer"
 
     def __init__(
         self,
@@ -151,12 +146,6 @@ class Peer:
         self._met: dict[int, _Met] = {}
         self._last: dict[int, tuple[list[int], bool]] = {}
         self._all_settled: Operation[None] | None = None
-        self._methods: dict[str, Callable[[Call], Reply | Awaitable[Reply]]] = {
-            "meet": self._meet,
-            "settle": self._settle,
-            "copy": self._copy,
-            "look": self._look,
-        }
 
     # ---- what the worker does
 
@@ -335,24 +324,10 @@ class Peer:
 
     # ---- the passive side: a service
 
-    protocol: ClassVar[Mapping[str, Method]] = {
-        "meet": Method(WORKERS, {"number": listed(COUNT)}),
-        "settle": Method(WORKERS, {"number": listed(COUNT), "stands": TRUTH}),
-        "copy": Method(WORKERS),
-        "look": Method(WORKERS),
-    }
-
-    def handle(self, call: Call) -> Reply | Awaitable[Reply]:
-        method = self._methods.get(call.method)
-        if method is None:
-            raise Refused(f'a peer has no method "{call.method}"; it has {", ".join(self._methods)}.')
-        return method(call)
-
-    def expects(self, method: str) -> Sequence[TensorSpec]:
-        if method != "meet":
-            return ()
-        params = self.model.params
-        return (TensorSpec(str(params.dtype).removeprefix("torch."), params.numel()),)
+    @property
+    def spec(self) -> TensorSpec:
+        """A model as a tensor of a call."""
+        return TensorSpec(str(self.model.params.dtype).removeprefix("torch."), self.model.params.numel())
 
     def lost(self, name: str) -> None:
         """Leave out the worker of a lost node, and take back the averaging that it has not settled."""
@@ -369,7 +344,10 @@ class Peer:
             if name == f"worker {rank}":
                 call.cancel()
 
+    @remote(WORKERS, number=listed(COUNT))
+    @carrying(lambda peer: (peer.spec,))
     def _meet(self, call: Call) -> Reply | Awaitable[Reply]:
+        """The mean of both models; later, or `Busy`, if this worker is in the middle of another averaging."""
         rank, number = _rank(call.caller), list(call.fields["number"])
         self._away.discard(rank)
         self._through.discard(rank)
@@ -408,7 +386,9 @@ class Peer:
             except Refused as error:
                 promise.fail(error)
 
+    @remote(WORKERS, number=listed(COUNT), stands=TRUTH)
     def _settle(self, call: Call) -> Reply:
+        """`stood`: whether the averaging of that number had counted so far."""
         rank, number = _rank(call.caller), list(call.fields["number"])
         self._drop_waiting(lambda c: c.caller == call.caller and list(c.fields["number"]) == number)
         met = self._met.get(rank)
@@ -437,11 +417,15 @@ class Peer:
         if self._all_settled is not None and not self._met:
             self._all_settled.resolve()
 
+    @remote(WORKERS)
     def _copy(self, call: Call) -> Reply:
+        """Clock and model."""
         self._away.discard(_rank(call.caller))
         return Reply({"clock": self.model.clock}, _tensors(self.model.params))
 
+    @remote(WORKERS)
     def _look(self, call: Call) -> Reply:
+        """The model, and the number of this worker's gradients in it."""
         self._away.discard(_rank(call.caller))
         return Reply({"gradients": self.model.clock - self.model.joined_at}, _tensors(self.model.params))
 

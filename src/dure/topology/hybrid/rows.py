@@ -13,15 +13,15 @@ message without a payload.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from dure.core.node import Address, Apply, Call, Node, Operation, Reply, TensorSpec
-from dure.core.protocol import COUNT, DRIVER, OWN, RATE, WORKERS, Method
+from dure.core.protocol import COUNT, DRIVER, OWN, RATE, WORKERS, RemoteService, carrying, remote
 from dure.core.state import State, with_prefix
 from dure.errors import Refused, StrategyError, UsageError
 from dure.job.gradient import ServerGradient
@@ -75,22 +75,17 @@ def added(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Ten
     return union, total
 
 
-class RowShard:
+class RowShard(RemoteService):
     """One server of a hybrid: a service.
 
     `part` is what it holds, `values` that part's initial values (copied), `segments` the parameter groups of the whole
     model. The rows of all its tables are numbered
     through; on the wire a number is an int32.
 
-    | method | fields           | tensors                | reply                                            |
-    |--------|------------------|------------------------|--------------------------------------------------|
-    | `read` | version          | row numbers            | what is held whole, then the rows; once there    |
-    | `push` | worker, version, (lr) | gradient of what is held whole, row numbers, rows | once it has them |
-    | `copy` | version          |                        | all of its values; once there                    |
-    | `status` |                |                        | counters                                         |
-
     Row numbers ascend; rows follow one another as their numbers do. `version` is the number of steps made.
     """
+
+    called = "a server of rows"
 
     def __init__(
         self,
@@ -124,35 +119,50 @@ class RowShard:
     def staleness(self) -> dict[int, int]:
         return {0: self.applied} if self.applied else {}
 
-    protocol: ClassVar[Mapping[str, Method]] = {
-        "read": Method(WORKERS, {"version": COUNT}),
-        "push": Method(WORKERS, {"worker": OWN, "version": COUNT, "lr": RATE}),
-        "copy": Method(WORKERS, {"version": COUNT}),
-        "status": Method((*DRIVER, *WORKERS)),
-    }
+    @property
+    def numbers(self) -> TensorSpec:
+        """Row numbers as a tensor of a call."""
+        return TensorSpec("int32", sum(rows for rows, _ in self._shapes), at_most=True)
 
-    def expects(self, method: str) -> Sequence[TensorSpec]:
+    @property
+    def pushed(self) -> Sequence[TensorSpec]:
+        """The tensors of a push."""
         dtype = str(self.values.dtype).removeprefix("torch.")
-        rows = TensorSpec("int32", sum(rows for rows, _ in self._shapes), at_most=True)
-        if method == "read":
-            return (rows,)
-        if method == "push":
-            return (TensorSpec(dtype, self._head), rows, TensorSpec(dtype, len(self.values) - self._head, at_most=True))
-        return ()
-
-    def handle(self, call: Call) -> Reply | Awaitable[Reply]:
-        if call.method == "read":
-            return self._when_there(call, partial(self._read, self._counted(call.tensors[0])))
-        if call.method == "push":
-            return self._push(call)
-        if call.method == "copy":
-            return self._when_there(call, lambda: Reply(tensors=[self.values]))
-        if call.method == "status":
-            counts = {"version": self.version, "applied": self.applied, "refused": self.refused}
-            return Reply({**counts, "staleness": {str(key): count for key, count in self.staleness.items()}})
-        raise Refused(f'a server of rows has no method "{call.method}"; it has read, push, copy, status.')
+        rows = TensorSpec(dtype, len(self.values) - self._head, at_most=True)
+        return TensorSpec(dtype, self._head), self.numbers, rows
 
     # ---- readers
+
+    @remote(WORKERS, version=COUNT)
+    @carrying(lambda shard: (shard.numbers,))
+    def _read(self, call: Call) -> Reply | Awaitable[Reply]:
+        """What is held whole, then the rows whose numbers the call brings; once that version is there."""
+        return self._when_there(call, partial(self._rows, self._counted(call.tensors[0])))
+
+    @remote(WORKERS, worker=OWN, version=COUNT, lr=RATE)
+    @carrying(lambda shard: shard.pushed)
+    def _push(self, call: Call) -> Reply | Awaitable[Reply]:
+        """Take the gradient of what is held whole, row numbers and rows; the last one makes the step."""
+        worker = call.fields["worker"]
+        whole, numbers, values = call.tensors
+        rows = self._counted(numbers)
+        sizes = [len(each) * width for each, (_, width) in zip(rows, self._shapes, strict=True)]
+        self._check(worker, call.fields["version"], sum(sizes), values, whole)
+        cut = zip(torch.split(values.clone(), sizes), rows, self._shapes, strict=True)
+        own = [(each, part.view(len(each), width)) for part, each, (_, width) in cut]
+        self._given[worker] = _Given(whole.clone(), own, call.fields["lr"])
+        return Reply() if len(self._given) < self.workers else self._step()
+
+    @remote(WORKERS, version=COUNT)
+    def _copy(self, call: Call) -> Reply | Awaitable[Reply]:
+        """All values; once that version is there."""
+        return self._when_there(call, lambda: Reply(tensors=[self.values]))
+
+    @remote(DRIVER, WORKERS)
+    def _status(self, call: Call) -> Reply:
+        """The counters."""
+        counts = {"version": self.version, "applied": self.applied, "refused": self.refused}
+        return Reply({**counts, "staleness": {str(key): count for key, count in self.staleness.items()}})
 
     def _when_there(self, call: Call, answer: Callable[[], Reply]) -> Reply | Awaitable[Reply]:
         version = call.fields["version"]
@@ -168,7 +178,7 @@ class RowShard:
         await there
         return answer()
 
-    def _read(self, rows: Sequence[torch.Tensor]) -> Reply:
+    def _rows(self, rows: Sequence[torch.Tensor]) -> Reply:
         """What is held whole may be lent: nobody pushes, so nothing changes, before all have read."""
         found = [table[numbers].reshape(-1) for table, numbers in zip(self._tables(), rows, strict=True)]
         return Reply(tensors=[self.values[: self._head], torch.cat([self.values[:0], *found])])
@@ -196,17 +206,6 @@ class RowShard:
         return found
 
     # ---- gradients come in
-
-    def _push(self, call: Call) -> Reply | Awaitable[Reply]:
-        worker = call.fields["worker"]
-        whole, numbers, values = call.tensors
-        rows = self._counted(numbers)
-        sizes = [len(each) * width for each, (_, width) in zip(rows, self._shapes, strict=True)]
-        self._check(worker, call.fields["version"], sum(sizes), values, whole)
-        cut = zip(torch.split(values.clone(), sizes), rows, self._shapes, strict=True)
-        own = [(each, part.view(len(each), width)) for part, each, (_, width) in cut]
-        self._given[worker] = _Given(whole.clone(), own, call.fields["lr"])
-        return Reply() if len(self._given) < self.workers else self._step()
 
     def _check(self, worker: int, version: int, expected: int, *tensors: torch.Tensor) -> None:
         wrong = ""

@@ -10,11 +10,11 @@ import statistics
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, ClassVar
+from typing import Any
 
 from dure.core.deployment import rank_of_worker
-from dure.core.node import Address, Call, Node, Operation, Reply, TensorSpec
-from dure.core.protocol import COUNT, DRIVER, OWN, TRUTH, WORKERS, Method
+from dure.core.node import Address, Call, Node, Operation, Reply
+from dure.core.protocol import COUNT, DRIVER, OWN, TRUTH, WORKERS, RemoteService, remote
 from dure.core.sequence import SequenceTracker
 from dure.errors import Evicted, PeerLost, Refused
 from dure.topology.fields import LIFE, STAGED
@@ -170,24 +170,12 @@ class ShardCalls:
                 raise
 
 
-class ClockService:
+class ClockService(RemoteService):
     """Hosts a `Policy`: a service whose messages are a few numbers each.
 
     The clock calls the `shards` from its own node and tells them, in order, which updates to apply. `workers` are
     members from the start, under incarnation 0, even before their first call; other workers `join`. Without a policy
     (methods that ask for no order) the clock only hands out incarnations and tells the shards which workers have left.
-
-    | method     | fields                          | reply                                                        |
-    |------------|---------------------------------|--------------------------------------------------------------|
-    | `join`     | worker                          | version, clock, incarnation                                  |
-    | `ask`      | worker, incarnation             | version, slowest clock; once the worker may start, or `over` |
-    | `offer`    | worker, incarnation, base       | group, or None and the reason                                |
-    | `staged`   | worker, incarnation, seq, group | once counted                                                 |
-    | `next`     | as `staged`                     | as `ask`, after a `staged`                                   |
-    | `watch`    | worker, incarnation             | version; once work that started on it no longer counts       |
-    | `progress` | worker, incarnation             | at once: a heartbeat of a worker that seldom pushes          |
-    | `leave`    | worker, incarnation, finished   | once all workers that waited for this one are released       |
-    | `status`   |                                 | counters                                                     |
 
     While another worker waits, the `watchdog` evicts a worker without progress: the other workers go on, `on_evicted`
     is called, and every later call under the evicted incarnation is refused (`Evicted`).
@@ -197,6 +185,8 @@ class ClockService:
     The version that a worker was started on is pinned: the shards keep it until the worker stages an update, asks
     again or leaves.
     """
+
+    called = "the clock"
 
     def __init__(
         self,
@@ -230,44 +220,14 @@ class ClockService:
         self._pins = Pins()
         self._said: dict[tuple[int, int], Mapping[str, float]] = {}
         self._notes: list[Mapping[str, float]] = []
-        self.methods: dict[str, Callable[[Call], Reply | Awaitable[Reply]]] = {
-            "join": self._join,
-            "ask": self._ask,
-            "offer": self._offer,
-            "staged": self._staged,
-            "next": self._next,
-            "watch": self._watch,
-            "progress": self._progress,
-            "leave": self._leave,
-            "status": self._status,
-        }
         for worker in sorted(self.live):
             self._carry_out(policy.join(worker) if policy is not None else [])
 
-    protocol: ClassVar[Mapping[str, Method]] = {
-        "join": Method(WORKERS, {"worker": OWN}),
-        "ask": Method(WORKERS, LIFE),
-        "offer": Method(WORKERS, {**LIFE, "base": COUNT}),
-        "staged": Method(WORKERS, {**LIFE, **STAGED}),
-        "next": Method(WORKERS, {**LIFE, **STAGED}),
-        "watch": Method(WORKERS, LIFE),
-        "progress": Method(WORKERS, LIFE),
-        "leave": Method(WORKERS, {**LIFE, "finished": TRUTH}),
-        "status": Method((*DRIVER, *WORKERS)),
-    }
-
-    def handle(self, call: Call) -> Reply | Awaitable[Reply]:
-        method = self.methods.get(call.method)
-        if method is None:
-            raise Refused(f'the clock has no method "{call.method}"; it has {", ".join(self.methods)}.')
-        return method(call)
-
-    def expects(self, method: str) -> Sequence[TensorSpec]:
-        return ()
-
     # ---- calls of workers
 
+    @remote(WORKERS, worker=OWN)
     def _join(self, call: Call) -> Reply:
+        """Enter, at the slowest clock and under a new incarnation: version, clock, incarnation."""
         worker = call.fields["worker"]
         if worker in self._expected:
             self._expected.remove(worker)
@@ -284,7 +244,9 @@ class ClockService:
         joined = {"version": self._pins.newest, "clock": clock, "incarnation": self.incarnations[worker]}
         return self._with_notes(Reply(joined))
 
-    def _ask(self, call: Call) -> Reply | Awaitable[Reply]:
+    @remote(WORKERS, **LIFE)
+    def ask(self, call: Call) -> Reply | Awaitable[Reply]:
+        """Once the worker may start: the version and the slowest clock; or `over`."""
         worker = self._check(call)
         waiting = self._asking.get(worker)
         if waiting is None:
@@ -300,7 +262,9 @@ class ClockService:
             waiting = self._asking[worker] = self.node.promise(f"the clock to admit worker {worker}")
         return waiting
 
+    @remote(WORKERS, **LIFE, base=COUNT)
     def _offer(self, call: Call) -> Reply | Awaitable[Reply]:
+        """The group of an update that is computed on version `base`, or None and the reason."""
         worker = self._check(call)
         waiting = self._offering.get(worker)
         if waiting is None:
@@ -311,7 +275,9 @@ class ClockService:
             waiting = self._offering[worker] = self.node.promise(f"the clock to decide on worker {worker}")
         return waiting
 
-    def _staged(self, call: Call) -> Reply:
+    @remote(WORKERS, **LIFE, **STAGED)
+    def staged(self, call: Call) -> Reply:
+        """Count an update that all shards have staged."""
         worker, fields = self._check(call), call.fields
         seq = fields["seq"]
         if self._sequences.first_time(worker, fields["incarnation"], seq):
@@ -323,11 +289,15 @@ class ClockService:
             self._carry_out(self._ruled().staged(worker, fields.get("group"), seq))
         return Reply()
 
+    @remote(WORKERS, **LIFE, **STAGED)
     def _next(self, call: Call) -> Reply | Awaitable[Reply]:
-        self._staged(call)
-        return self._ask(call)
+        """As `ask`, after a `staged`."""
+        self.staged(call)
+        return self.ask(call)
 
+    @remote(WORKERS, **LIFE)
     def _watch(self, call: Call) -> Reply | Awaitable[Reply]:
+        """Once work that the worker started no longer counts: the version that it started on."""
         worker = self._check(call)
         if worker in self._aborted:
             return Reply({"version": self._aborted[worker]})
@@ -335,7 +305,9 @@ class ClockService:
             self._watching[worker] = self.node.promise(f"the clock to abort the work of worker {worker}")
         return self._watching[worker]
 
+    @remote(WORKERS, **LIFE)
     def _progress(self, call: Call) -> Reply:
+        """Take the heartbeat of a worker that seldom pushes."""
         self.progress.begin(self._check(call))
         return Reply()
 
@@ -348,7 +320,9 @@ class ClockService:
         """Add the notes of the last group's members to `reply`, if they sent any."""
         return Reply({**reply.fields, "notes": self._notes}) if self._notes else reply
 
+    @remote(WORKERS, **LIFE, finished=TRUTH)
     def _leave(self, call: Call) -> Reply:
+        """Remove the worker; all that waited for it are released before the reply."""
         worker = call.fields["worker"]
         if worker in self.live and call.fields["incarnation"] == self.incarnations[worker]:
             self._remove(worker, finished=call.fields["finished"])
@@ -379,7 +353,9 @@ class ClockService:
     def _busy(self) -> list[int]:
         return [worker for worker in sorted(self.live) if worker not in self._asking and worker not in self._offering]
 
+    @remote(DRIVER, WORKERS)
     def _status(self, call: Call) -> Reply:
+        """The counters."""
         clocks = {} if self.policy is None else {str(w): self.policy.clocks[w] for w in sorted(self.live)}
         return Reply(
             {

@@ -26,13 +26,13 @@ import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dure.core.deployment import rank_of_worker
-from dure.core.node import Address, Call, EndOfWork, Operation, Reply, TensorSpec
-from dure.core.protocol import COUNT, OWN, TRUTH, WORKERS, Method, nullable
-from dure.errors import DureError, Evicted, PeerLost, Refused
-from dure.topology.fields import REPORT
+from dure.core.node import Address, Call, EndOfWork, Operation, Reply
+from dure.core.protocol import CLOCK, COUNT, OWN, TRUTH, WORKERS, RemoteService, listed, nullable, remote
+from dure.errors import DureError, Evicted, PeerLost
+from dure.topology.fields import COMMAND, REPORT
 from dure.topology.parameter_server.clock import EVICT_SECONDS, ProgressMonitor
 from dure.topology.parameter_server.shard import Shard
 
@@ -158,6 +158,9 @@ Command = tuple[Any, ...]
 
 COORDINATOR = Address("server 0", "coordinator")
 
+ASK = {"worker": OWN, "incarnation": COUNT, "due": TRUTH, "report": nullable(REPORT)}
+"""Fields of a worker's question for something to do."""
+
 
 class Limits(NamedTuple):
     """When the work ends: after so many portions, all workers together, or so many seconds.
@@ -170,19 +173,16 @@ class Limits(NamedTuple):
     evict_seconds: float = EVICT_SECONDS
 
 
-class Coordinator:
+class Coordinator(RemoteService):
     """What a batch method sees of the world (`order`, `evaluate`, `boundary`, `kept`), and a service to its workers.
 
     What must survive a restart is `kept` (values that JSON has) and the vectors on the shards, as they are at a
     `boundary`. `timing_only` runs have no numbers: losses are 0, and every dot product is 1. It is on the clock's node
     and commands the clock's shards, unless `node` and `shards` replace them.
 
-    | method | fields                                 | reply                                                  |
-    |--------|----------------------------------------|--------------------------------------------------------|
-    | `ask`  | worker, incarnation, due, report       | something to do, once there is; or `suspend`, or `end` |
-
-    `due` says that a checkpoint is. `report` is of the portions that the worker has just done, or None.
     """
+
+    called = "a coordinator"
 
     def __init__(
         self,
@@ -288,20 +288,12 @@ class Coordinator:
 
     # ---- what workers say
 
-    protocol: ClassVar[Mapping[str, Method]] = {
-        "ask": Method(WORKERS, {"worker": OWN, "incarnation": COUNT, "due": TRUTH, "report": nullable(REPORT)}),
-    }
+    @remote(WORKERS, **ASK)
+    def ask(self, call: Call) -> Operation[Reply]:
+        """Something to do, once there is; or `suspend`, or `end`.
 
-    def handle(self, call: Call) -> Reply | Awaitable[Reply]:
-        if call.method != "ask":
-            raise Refused(f'a coordinator has no method "{call.method}"; it has ask.')
-        return self.asked(call)
-
-    def expects(self, method: str) -> Sequence[TensorSpec]:
-        return ()
-
-    def asked(self, call: Call) -> Operation[Reply]:
-        """Take what a worker reports; return the promise of something to do."""
+        `due` says that a checkpoint is. `report` is of the portions that the worker has just done, or None.
+        """
         fields = call.fields
         worker, incarnation = fields["worker"], fields["incarnation"]
         if incarnation < self._fenced.get(worker, 0):
@@ -422,7 +414,7 @@ class _JointAsk(NamedTuple):
     answer: Operation[Operation[Reply]]
 
 
-class JointAsks:
+class JointAsks(RemoteService):
     """The service of a coordinator to copies of the model with `size` workers each, on `node`, as DistBelief's are.
 
         workers of a copy                                     server 0
@@ -440,7 +432,7 @@ class JointAsks:
     The coordinator knows copies: copy number i is worker i to it. Worker j of copy i is number `i * size + j`.
     """
 
-    protocol: ClassVar[Mapping[str, Method]] = Coordinator.protocol
+    called = Coordinator.called
 
     def __init__(self, coordinator: Coordinator, node: Node, size: int) -> None:
         self._coordinator = coordinator
@@ -448,9 +440,9 @@ class JointAsks:
         self._size = size
         self._open: dict[int, _JointAsk] = {}
 
-    def handle(self, call: Call) -> Reply | Awaitable[Reply]:
-        if call.method not in self.protocol:
-            return self._coordinator.handle(call)
+    @remote(WORKERS, **ASK)
+    def _ask(self, call: Call) -> Awaitable[Reply]:
+        """As a coordinator's, to all workers of a copy alike, once all have asked."""
         copy, worker = divmod(call.fields["worker"], self._size)
         if copy not in self._open:
             self._open[copy] = _JointAsk({}, self._node.promise(f"the asks of all workers of copy {copy} of the model"))
@@ -459,7 +451,7 @@ class JointAsks:
         ask.calls[worker] = call
         if len(ask.calls) == self._size and not again:
             calls = [each for _, each in sorted(ask.calls.items())]
-            answer = self._coordinator.asked(replace(call, fields=joint_fields(copy, calls)))
+            answer = self._coordinator.ask(replace(call, fields=joint_fields(copy, calls)))
             answer.when_done(lambda: self._open.__delitem__(copy))
             ask.answer.resolve(answer)
         return self._answered(ask)
@@ -467,9 +459,6 @@ class JointAsks:
     async def _answered(self, ask: _JointAsk) -> Reply:
         answer: Operation[Reply] = await ask.answer
         return await answer
-
-    def expects(self, method: str) -> Sequence[TensorSpec]:
-        return ()
 
 
 def joint_fields(copy: int, asks: Sequence[Call]) -> dict[str, Any]:
@@ -481,16 +470,15 @@ def joint_fields(copy: int, asks: Sequence[Call]) -> dict[str, Any]:
     return fields
 
 
-class ShardOrders:
+class ShardOrders(RemoteService):
     """The service `orders` of a server: a coordinator's commands to its `shard`."""
 
-    protocol: ClassVar[Mapping[str, Method]] = {"order": Shard.protocol["order"]}
+    called = "a coordinator's service of a shard"
 
     def __init__(self, shard: Shard) -> None:
         self._shard = shard
 
-    def handle(self, call: Call) -> Reply | Awaitable[Reply]:
-        return self._shard.handle(call)
-
-    def expects(self, method: str) -> Sequence[TensorSpec]:
-        return ()
+    @remote(CLOCK, commands=listed(COMMAND))
+    def _order(self, call: Call) -> Awaitable[Reply]:
+        """As a shard's."""
+        return self._shard.order(call)

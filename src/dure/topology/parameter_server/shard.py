@@ -23,14 +23,27 @@ version (`apply`) and named vectors for a coordinator (`vectors`).
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from dure.core.node import Address, Call, CodecWork, Ghost, Node, Reply, TensorSpec, taking
-from dure.core.protocol import CLOCK, COUNT, DRIVER, OWN, TEXT, TRUTH, WORKERS, Method, listed, maybe, nullable
+from dure.core.protocol import (
+    CLOCK,
+    COUNT,
+    DRIVER,
+    OWN,
+    TEXT,
+    TRUTH,
+    WORKERS,
+    RemoteService,
+    carrying,
+    listed,
+    maybe,
+    nullable,
+    remote,
+)
 from dure.core.state import State
-from dure.errors import Refused, WorkOver
+from dure.errors import WorkOver
 from dure.job.optimizer import FlatOptimizer, GroupRange, OptimizerSpec
 from dure.topology.fields import CLOSED, COMMAND, HAS, LEFT, LIFE, PUSHED, WORD
 from dure.topology.parameter_server.apply import Rule, Updater
@@ -50,7 +63,7 @@ if TYPE_CHECKING:
     from dure.topology.parameter_server.staging import Corrections
 
 
-class Shard:
+class Shard(RemoteService):
     """One server's slice of the model: a service.
 
     `values` is the slice at version 0 (copied). `ranges` are the ranges of the flat parameters that it holds; a
@@ -63,24 +76,6 @@ class Shard:
     that leads from there (`verdicts`). An update on arrival whose staleness here is above `max_delay` is refused: it is
     acknowledged, and not applied.
 
-    | method   | fields                                                  | tensors | reply                         |
-    |----------|---------------------------------------------------------|---------|-------------------------------|
-    | `push`   | worker, incarnation, seq, base, weight, ordered,        | slice   | version; once staged or applied |
-    |          | gradients, (lr),                                        |         |                               |
-    |          | (exponent: of e, which multiplies the weight), pull: in |         |                               |
-    |          | the same call, if not ordered; void: zeros that make no |         | and slice                     |
-    |          | step by themselves                                      |         |                               |
-    | `close`  | version, group, members, drop, reduce                   |         | version; once applied         |
-    | `pull`   | (version), (worker, incarnation: it works on that),     |         | version and slice; once there |
-    |          | (counted)                                               |         | (and gradients)               |
-    | `held`   | version                                                 |         | gradients in that version     |
-    | `follow` | version, has                                            |         | version, lr and message, if any |
-    | `optimizer` | version                                              |         | steps and vectors, if newest  |
-    | `withdraw` | worker, incarnation, seq                              |         | once no longer staged         |
-    | `leave`  | worker, incarnation, keep                               |         | once only `keep` is staged    |
-    | `status` |                                                         |         | counters                      |
-    | `order`, `stage`, `fetch` | on its named vectors (`vectors.Vectors`) |       |                               |
-
     `members` are `[[worker, seq], ...]` in rank order, combined in that order by `reduce`: "mean" (weighted by
     `weight`, the batch sizes) or "sum". Groups are applied in the order of their `version`, the one they make.
     A version stays until a `close` names it in `drop`. `lr` is a rate, or one per parameter group. An update is made of
@@ -88,6 +83,8 @@ class Shard:
     A shard that has lost what it applied since a snapshot goes on from there in a new generation (`start_generation`),
     so that no version ever stands for two things.
     """
+
+    called = "a shard"
 
     def __init__(
         self,
@@ -115,58 +112,98 @@ class Shard:
         self.updater = Updater(rule, self.versions, self.staging, values.nbytes, log=log)
         self.vectors = Vectors(self.versions, self.staging, self.updater, values.nbytes)
         self.corrections = corrections
-        self._coder = coder
         dtype = "float32" if timing_only else str(values.dtype).removeprefix("torch.")
-        self._specs = tuple(TensorSpec(dtype, elements) for elements in sizes)
-        self.methods = self._methods(rule) | self.vectors.methods
+        self._slice = tuple(TensorSpec(dtype, elements) for elements in sizes)
+        self._pushed = self._slice if coder is None else (TensorSpec("uint8", coder.most_bytes, at_most=True),)
 
-    def _methods(self, rule: Rule) -> dict[str, Callable[[Call], Reply | Awaitable[Reply]]]:
-        """The handlers of the table above, by the name of the method."""
-        return {
-            "push": self._push if rule.coder is None else partial(self._push_message, rule.coder),
-            "close": self.updater.close,
-            "pull": self._pull_to_work if rule.looks_back else self.versions.pull,
-            "held": self.versions.held,
-            "follow": self.updater.verdicts.follow,
-            "optimizer": self.updater.optimizer_state,
-            "withdraw": self.staging.withdraw,
-            "leave": self.staging.leave,
-            "status": self._status,
-        }
+    # ---- calls of workers, the clock and the driver
 
-    protocol: ClassVar[Mapping[str, Method]] = {
-        "push": Method(WORKERS, PUSHED),
-        "close": Method(CLOCK, CLOSED),
-        "pull": Method(
-            (*DRIVER, *WORKERS),
+    @remote(WORKERS, **PUSHED)
+    @carrying(lambda shard: shard._pushed)
+    def push(self, call: Call) -> Reply | Awaitable[Reply]:
+        """The version, once the update is staged or applied; with `pull`, without order, the slice too.
+
+        An `exponent` of e multiplies the weight. A `void` update, of zeros, makes no step by itself.
+        """
+        coder = self.updater.rule.coder
+        return self._push_slice(call) if coder is None else self._push_message(coder, call)
+
+    @remote(CLOCK, **CLOSED)
+    def _close(self, call: Call) -> Reply | Awaitable[Reply]:
+        """The version, once the group is applied."""
+        return self.updater.close(call)
+
+    @remote(
+        DRIVER,
+        WORKERS,
+        version=maybe(nullable(COUNT)),
+        counted=maybe(TRUTH),
+        worker=maybe(OWN),
+        incarnation=maybe(COUNT),
+    )
+    def pull(self, call: Call) -> Reply | Awaitable[Reply]:
+        """Version and slice, once there; `counted`: and the gradients in it. With a `worker`, that one works on it."""
+        return self._pull_to_work(call) if self.updater.rule.looks_back else self.versions.pull(call)
+
+    @remote(WORKERS, version=COUNT)
+    def _held(self, call: Call) -> Reply:
+        """The gradients in a version."""
+        return self.versions.held(call)
+
+    @remote(WORKERS, version=nullable(COUNT), has=nullable(COUNT))
+    def follow(self, call: Call) -> Reply | Awaitable[Reply]:
+        """Version, rate and message of the vote that leads there, if any."""
+        return self.updater.verdicts.follow(call)
+
+    @remote(WORKERS, version=COUNT)
+    def _optimizer(self, call: Call) -> Awaitable[Reply]:
+        """Steps and vectors of the optimizer, if that version is the newest."""
+        return self.updater.optimizer_state(call)
+
+    @remote(WORKERS, **LIFE, seq=COUNT)
+    def _withdraw(self, call: Call) -> Reply:
+        """Stage an update no longer."""
+        return self.staging.withdraw(call)
+
+    @remote(CLOCK, **LEFT)
+    def _leave(self, call: Call) -> Reply:
+        """Stage only the updates in `keep`, of a worker that is gone."""
+        return self.staging.leave(call)
+
+    @remote(DRIVER, WORKERS)
+    def _status(self, call: Call) -> Reply:
+        """The counters."""
+        log = self.updater.log
+        return Reply(
             {
-                "version": maybe(nullable(COUNT)),
-                "counted": maybe(TRUTH),
-                "worker": maybe(OWN),
-                "incarnation": maybe(COUNT),
-            },
-        ),
-        "held": Method(WORKERS, {"version": COUNT}),
-        "follow": Method(WORKERS, {"version": nullable(COUNT), "has": nullable(COUNT)}),
-        "optimizer": Method(WORKERS, {"version": COUNT}),
-        "withdraw": Method(WORKERS, {**LIFE, "seq": COUNT}),
-        "leave": Method(CLOCK, LEFT),
-        "status": Method((*DRIVER, *WORKERS)),
-        "order": Method(CLOCK, {"commands": listed(COMMAND)}),
-        "stage": Method(WORKERS, {**LIFE, "seq": COUNT}),
-        "fetch": Method(WORKERS, {"name": TEXT}),
-    }
+                "version": self.version % GENERATION,
+                "epoch": self.version // GENERATION,
+                "applied": self.applied,
+                "refused": self.refused,
+                "gradients": self.gradients,
+                "staleness": {str(behind): count for behind, count in sorted(self.staleness.items())},
+                "last": {str(worker): seq for worker, seq in sorted(self.staging.sequences.last().items())},
+                "staged": len(self.staging),
+                "buffers": self.versions.pool.made,
+                "log": None if log is None else [list(entry) for entry in log],
+            }
+        )
 
-    def handle(self, call: Call) -> Reply | Awaitable[Reply]:
-        method = self.methods.get(call.method)
-        if method is None:
-            raise Refused(f'a shard has no method "{call.method}"; it has {", ".join(self.methods)}.')
-        return method(call)
+    @remote(CLOCK, commands=listed(COMMAND))
+    def order(self, call: Call) -> Awaitable[Reply]:
+        """Carry out commands on named vectors; `dots`, in the order of the commands."""
+        return self.vectors.order(call)
 
-    def expects(self, method: str) -> Sequence[TensorSpec]:
-        if method == "push" and self._coder is not None:
-            return (TensorSpec("uint8", self._coder.most_bytes, at_most=True),)
-        return self._specs if method in ("push", "stage") else ()
+    @remote(WORKERS, **LIFE, seq=COUNT)
+    @carrying(lambda shard: shard._slice)
+    def _stage(self, call: Call) -> Reply:
+        """Keep a slice here for a command to use."""
+        return self.vectors.stage(call)
+
+    @remote(WORKERS, name=TEXT)
+    def _fetch(self, call: Call) -> Reply:
+        """The vector of that name."""
+        return self.vectors.fetch(call)
 
     # ---- what a run reads
 
@@ -203,12 +240,12 @@ class Shard:
     # ---- pushes
 
     async def _push_message(self, coder: Coder, call: Call) -> Reply:
-        """As `_push`, with a message in place of the slice. Decoding takes a turn, as all work of a shard."""
+        """As `_push_slice`, with a message in place of the slice. Decoding takes a turn, as all work of a shard."""
         await self.updater.in_turn(taking(CodecWork("decode", coder.numel)))
-        answer = self._push(self.staging.decoded(call))
+        answer = self._push_slice(self.staging.decoded(call))
         return answer if isinstance(answer, Reply) else await answer
 
-    def _push(self, call: Call) -> Reply | Awaitable[Reply]:
+    def _push_slice(self, call: Call) -> Reply | Awaitable[Reply]:
         if call.fields["ordered"]:
             self.staging.stage(call)
             return Reply({"version": self.versions.current.version})
@@ -274,23 +311,6 @@ class Shard:
         if buffer is not None:
             corrections.pulled(call.fields["worker"], call.fields["incarnation"], buffer)
 
-    def _status(self, call: Call) -> Reply:
-        log = self.updater.log
-        return Reply(
-            {
-                "version": self.version % GENERATION,
-                "epoch": self.version // GENERATION,
-                "applied": self.applied,
-                "refused": self.refused,
-                "gradients": self.gradients,
-                "staleness": {str(behind): count for behind, count in sorted(self.staleness.items())},
-                "last": {str(worker): seq for worker, seq in sorted(self.staging.sequences.last().items())},
-                "staged": len(self.staging),
-                "buffers": self.versions.pool.made,
-                "log": None if log is None else [list(entry) for entry in log],
-            }
-        )
-
     # ---- checkpoints
 
     def state(self, keep: Sequence[int] | None = None) -> State:
@@ -340,7 +360,7 @@ def serve_clock(node: Node, clock: ClockService, shard: Service) -> None:
         node.serve(NAME, ClockedShard(shard, clock))
 
 
-class ClockedShard:
+class ClockedShard(RemoteService):
     """The only shard of a model and the clock beside it, as one service: what a step asks of both, it asks in one call.
 
         worker                        the server
@@ -348,64 +368,46 @@ class ClockedShard:
                                         held until the worker may start its next step, on version v
           <----------- version v --  its slice at v, once applied
 
-    | method     | fields and tensors                      | reply                                               |
-    |------------|-----------------------------------------|-----------------------------------------------------|
-    | `push`     | a shard's `push` and a clock's `staged` | version; once counted                               |
-    | `proceed`  | a clock's `ask`                         | as `ask`; slice at that version, and seconds `held` |
-    | `exchange` | `push`                                  | as `proceed`, after a `push`                        |
-
     Where the fields say which version the worker `has`, the reply's tensor is a shard's reply to `follow`.
 
     Nothing comes between an update's staging and its word to the clock. Where `ask` says that the work is over,
     `WorkOver` is raised.
     """
 
+    called = "a clocked shard"
+
     def __init__(self, shard: Shard, clock: ClockService) -> None:
         self._shard = shard
+        self._clock = clock
         self._now = clock.node.now
-        self._stage = shard.methods["push"]
-        self._staged, self._ask = clock.methods["staged"], clock.methods["ask"]
-        self._methods: dict[str, Callable[[Call], Awaitable[Reply]]] = {
-            "push": self._push,
-            "proceed": self._proceed,
-            "exchange": self._exchange,
-        }
 
-    protocol: ClassVar[Mapping[str, Method]] = {
-        "push": Method(WORKERS, {**PUSHED, **WORD}),
-        "proceed": Method(WORKERS, {**LIFE, **HAS}),
-        "exchange": Method(WORKERS, {**PUSHED, **WORD, **HAS}),
-    }
-
-    def handle(self, call: Call) -> Awaitable[Reply]:
-        method = self._methods.get(call.method)
-        if method is None:
-            raise Refused(f'a clocked shard has no method "{call.method}"; it has {", ".join(self._methods)}.')
-        return method(call)
-
-    def expects(self, method: str) -> Sequence[TensorSpec]:
-        return () if method == "proceed" else self._shard.expects("push")
-
+    @remote(WORKERS, **PUSHED, **WORD)
+    @carrying(lambda service: service._shard.expects("push"))
     async def _push(self, call: Call) -> Reply:
-        staging = self._stage(call)
+        """A shard's `push` and a clock's `staged`: the version, once counted."""
+        staging = self._shard.push(call)
         reply = staging if isinstance(staging, Reply) else await staging
         call.release()
-        self._staged(call)
+        self._clock.staged(call)
         return reply
 
+    @remote(WORKERS, **LIFE, **HAS)
     async def _proceed(self, call: Call) -> Reply:
+        """A clock's `ask`, with the slice at that version, and the seconds `held`."""
         fields, asked = call.fields, self._now()
-        asking = self._ask(call)
+        asking = self._clock.ask(call)
         admitted = (asking if isinstance(asking, Reply) else await asking).fields
         if "over" in admitted:
             raise WorkOver(f"no step is left for worker {fields['worker']}: too few workers are left to go on.")
         held = self._now() - asked
-        method = "follow" if "has" in fields else "pull"
-        asked_for = Call(call.caller, method, {**fields, "version": admitted["version"]}, ())
-        pulling = self._shard.methods[method](asked_for)
+        asked_for = Call(call.caller, call.method, {**fields, "version": admitted["version"]}, ())
+        pulling = self._shard.follow(asked_for) if "has" in fields else self._shard.pull(asked_for)
         pulled = pulling if isinstance(pulling, Reply) else await pulling
         return Reply({**admitted, **pulled.fields, "held": held}, pulled.tensors, pulled.release)
 
+    @remote(WORKERS, **PUSHED, **WORD)
+    @carrying(lambda service: service._shard.expects("push"))
     async def _exchange(self, call: Call) -> Reply:
+        """As `proceed`, after a `push`."""
         await self._push(call)
         return await self._proceed(call)

@@ -36,8 +36,6 @@ from dure.core.state import State
 from dure.errors import Evicted, Refused
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable
-
     from dure.topology.parameter_server.apply import Updater
     from dure.topology.parameter_server.staging import StagingArea
     from dure.topology.parameter_server.versions import Buffer, Versions
@@ -53,14 +51,7 @@ Key = tuple[int, int, int]
 
 
 class Vectors:
-    """The named vectors of one shard; `methods` are what callers may ask it for.
-
-    | method   | fields                   | tensors | reply                                                  |
-    |----------|--------------------------|---------|--------------------------------------------------------|
-    | `order`  | commands                 |         | `dots`, in the order of the commands; once carried out |
-    | `stage`  | worker, incarnation, seq | slice   | once it is here, for a command to use                  |
-    | `fetch`  | name                     |         | the vector                                             |
-    """
+    """The named vectors of one shard."""
 
     def __init__(self, versions: Versions, staging: StagingArea, updater: Updater, nbytes: int) -> None:
         self._versions = versions
@@ -70,11 +61,6 @@ class Vectors:
         self._named: dict[str, Buffer] = {}
         self._staged: dict[Key, Buffer] = {}
         self._fences: dict[int, int] = {}
-        self.methods: dict[str, Callable[[Call], Reply | Awaitable[Reply]]] = {
-            "order": self._order,
-            "stage": self._stage,
-            "fetch": self._fetch,
-        }
         self._commands: Mapping[str, Callable[..., float | None]] = {
             "zero": lambda to: self._fill(to, lambda tensor: tensor.zero_()),
             "copy": lambda to, x: self._bind(to, self._hold(x)),
@@ -95,9 +81,10 @@ class Vectors:
         """The vector called `name`; not to be written to."""
         return self._buffer(name).tensor
 
-    # ---- the service
+    # ---- calls
 
-    def _stage(self, call: Call) -> Reply:
+    def stage(self, call: Call) -> Reply:
+        """Keep what a worker brings for a command to use."""
         worker, incarnation, seq = (call.fields[name] for name in ("worker", "incarnation", "seq"))
         if incarnation < self._fences.get(worker, 0):
             raise Evicted(f"incarnation {incarnation} of worker {worker} is over: join again.")
@@ -122,7 +109,8 @@ class Vectors:
         for key in [key for key in self._staged if key[0] == worker and key[1] < incarnation]:
             self._staged.pop(key).release()
 
-    async def _order(self, call: Call) -> Reply:
+    async def order(self, call: Call) -> Reply:
+        """Carry out commands in turn; `dots`, in their order."""
         commands = [self._resolved(command) for command in call.fields["commands"]]
         charged = sum(name not in FREE_OF_CHARGE for name, _ in commands)
         dots = await self._updater.in_turn(Apply(partial(self._carry_out, commands), self._nbytes * charged))
@@ -144,7 +132,8 @@ class Vectors:
         values = [self._commands[name](*arguments) for name, arguments in commands]
         return [value for value in values if value is not None]
 
-    def _fetch(self, call: Call) -> Reply:
+    def fetch(self, call: Call) -> Reply:
+        """The vector of a name."""
         buffer = _held(self._buffer(call.fields["name"]))
         return Reply({}, buffer.pieces, buffer.release)
 

@@ -20,17 +20,29 @@ the sum over rows. Only claims take a lock, since no two workers may draw the sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
 
 from dure.core.finite import all_finite
 from dure.core.node import Address, Apply, Call, Ghost, Node, Operation, Reply, TensorSpec
-from dure.core.protocol import CLOCK, COUNT, DRIVER, FINITE, TRUTH, WORKERS, Method, maybe, nullable
+from dure.core.protocol import (
+    CLOCK,
+    COUNT,
+    DRIVER,
+    FINITE,
+    TRUTH,
+    WORKERS,
+    RemoteService,
+    carrying,
+    maybe,
+    nullable,
+    remote,
+)
 from dure.core.sequence import SequenceTracker
 from dure.core.state import State
 from dure.errors import Refused
@@ -313,22 +325,15 @@ class Access:
         return self.node.call(self.owner, "contribute", total, **fields)
 
 
-class SharedShard:
+class SharedShard(RemoteService):
     """The owner of a segment: a service that stands where a shard does.
-
-    | method       | fields                      | tensors | reply                                                  |
-    |--------------|-----------------------------|---------|--------------------------------------------------------|
-    | `where`      |                             |         | path, by which other processes map the segment         |
-    | `pull`       | (counted)                   |         | version and a copy of the values (and gradients)       |
-    | `contribute` | worker, incarnation, weight | a sum   | once it counts                                         |
-    | `close`      | version                     |         | once the phase has ended                               |
-    | `leave`      | worker, incarnation         |         | once nothing of that incarnation is taken any more     |
-    | `status`     |                             |         | counters                                               |
 
     A method in phases has a clock that closes a group at the end of each. Odd versions end a phase of contributions:
     their sum, divided by their weights, becomes the vector `mean`. Even ones end a phase of updates: `snapshot` becomes
     a copy of the model. Claims then start at 0 again.
     """
+
+    called = "shared memory"
 
     def __init__(self, node: Node, segment: Segment, initial: torch.Tensor, *, path: str = "") -> None:
         self.node = node
@@ -343,14 +348,6 @@ class SharedShard:
             if "snapshot" in segment.vectors:
                 segment.vectors["snapshot"].copy_(initial)
         self._specs = (TensorSpec(str(segment.layout.dtype).removeprefix("torch."), segment.layout.numel),)
-        self._methods: dict[str, Callable[[Call], Reply]] = {
-            "where": lambda call: Reply({"path": self.path}),
-            "pull": self._pull,
-            "contribute": self._contribute,
-            "close": self._close,
-            "leave": self._leave,
-            "status": self._status,
-        }
 
     @property
     def values(self) -> torch.Tensor:
@@ -373,29 +370,21 @@ class SharedShard:
     def staleness(self) -> dict[int, int]:
         return self.segment.staleness
 
-    protocol: ClassVar[Mapping[str, Method]] = {
-        "where": Method(WORKERS),
-        "pull": Method((*DRIVER, *WORKERS), {"counted": maybe(TRUTH), "version": maybe(nullable(COUNT))}),
-        "contribute": Method(WORKERS, {**LIFE, "weight": FINITE}),
-        "close": Method(CLOCK, CLOSED),
-        "leave": Method(CLOCK, LEFT),
-        "status": Method((*DRIVER, *WORKERS)),
-    }
+    @remote(WORKERS)
+    def _where(self, call: Call) -> Reply:
+        """The path by which other processes map the segment."""
+        return Reply({"path": self.path})
 
-    def handle(self, call: Call) -> Reply:
-        method = self._methods.get(call.method)
-        if method is None:
-            raise Refused(f'shared memory has no method "{call.method}"; it has {", ".join(self._methods)}.')
-        return method(call)
-
-    def expects(self, method: str) -> Sequence[TensorSpec]:
-        return self._specs if method == "contribute" else ()
-
+    @remote(DRIVER, WORKERS, counted=maybe(TRUTH), version=maybe(nullable(COUNT)))
     def _pull(self, call: Call) -> Reply:
+        """Version and a copy of the values; `counted`: and the gradients in them."""
         counts = {"gradients": self.gradients} if "counted" in call.fields else {}
         return Reply({"version": self.segment.version, **counts}, (self.values.clone(),))
 
+    @remote(WORKERS, **LIFE, weight=FINITE)
+    @carrying(lambda owner: owner._specs)
     def _contribute(self, call: Call) -> Reply:
+        """Add a sum to those of this phase."""
         self.sequences.check(call.fields["worker"], call.fields["incarnation"])
         weight, (given,) = float(call.fields["weight"]), call.tensors
         self.weight += weight
@@ -403,7 +392,9 @@ class SharedShard:
             self.total = given.clone() if self.total is None else self.total.add_(given)
         return Reply()
 
+    @remote(CLOCK, **CLOSED)
     def _close(self, call: Call) -> Reply:
+        """End the phase."""
         version = call.fields["version"]
         if version > self.closed:
             self.closed = version
@@ -423,11 +414,15 @@ class SharedShard:
             mean.zero_()
         self.total, self.weight = None, 0.0
 
+    @remote(CLOCK, **LEFT)
     def _leave(self, call: Call) -> Reply:
+        """Take nothing of an incarnation any more."""
         self.sequences.fence(call.fields["worker"], call.fields["incarnation"] + 1)
         return Reply()
 
+    @remote(DRIVER, WORKERS)
     def _status(self, call: Call) -> Reply:
+        """The counters."""
         segment = self.segment
         counters: dict[str, Any] = {"version": segment.version, "applied": segment.version, "refused": segment.refused}
         counters["gradients"] = segment.gradients
