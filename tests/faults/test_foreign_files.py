@@ -15,7 +15,7 @@ from dure.cli.main import main
 from dure.core.state import State
 from dure.errors import DureError, RecordError
 from dure.report import read_run
-from dure.report.timeline import timeline
+from dure.report.trace import timeline
 from dure.run import checkpoint
 
 DEEP = b"[" * 100_000

@@ -94,13 +94,9 @@ class Methods:
 
         if self.draw is not None:
             from dure.cli.drawing import draw, shown
-            from dure.cli.time_drawing import draw_method, is_method, shown_method
 
-            if is_method(self.name):
-                drawing = draw_method(self.name, self.draw)
-                return CommandResult({"drawing": drawing.row}, shown_method(drawing))
-            drawn = draw(self.name, self.draw)
-            return CommandResult({"drawing": drawn.row}, shown(drawn))
+            drawing = draw(self.name, self.draw)
+            return CommandResult({"drawing": drawing.row}, shown(drawing))
         if self.workers is not None:
             from pydantic import TypeAdapter
 

@@ -6,6 +6,7 @@
 | `comparison` | runs side by side, as values and as text                         |
 | `figures`    | the figures of the report, as SVG                                |
 | `files`      | JSON that any reader can parse; files that are complete or absent|
+| `gantt`      | activities over time, as SVG and as text                         |
 | `html`       | the report: one HTML file that opens offline                     |
 | `labels`     | names of runs in a comparison                                    |
 | `metrics`    | staleness, version skew, time shares, time to a target           |
@@ -20,8 +21,7 @@
 | `run`        | a run's record that writes its own report                        |
 | `sinks`      | further destinations of a history: JSON Lines, TensorBoard       |
 | `table`      | runs side by side in the terminal                                |
-| `timeline`   | the first actions of a pipeline's workers, read from a trace     |
-| `trace`      | the activities of all nodes over time, for Perfetto              |
+| `trace`      | the activities of all nodes over time, for Perfetto; pipelines in it |
 | `unwritten`  | files of a record that could not be written                      |
 | `values`     | a run's record as a value                                        |
 | `winners`    | the best strategy along a sweep, and the borders in between      |

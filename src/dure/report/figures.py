@@ -16,11 +16,9 @@ import numpy as np
 
 from dure.core.mixing import pairwise_mixing
 from dure.core.target import Target
-from dure.core.text_width import text_width
-from dure.report.canvas import FAINT, GRID, INK, drawing, plain
+from dure.report.canvas import FAINT, GRID, drawing, plain
 from dure.report.comparison import Entry
 from dure.report.metrics import VersionCounts
-from dure.report.timeline import Bar
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,7 +31,6 @@ SHARES = {"compute": "#33475B", "communicate": "#8CA3BA", "wait": "#DCE3EA"}
 
 _MOST_POINTS = 400
 _MOST_BARS = 40
-_SMALLEST = 5.0
 _LOG_FROM = 30.0
 _MOST_NAMED = 32
 _STAYS = -1.0
@@ -152,44 +149,6 @@ def graph(edges: Sequence[Sequence[int]], workers: int, *, color: str) -> str:
         _circle(circle, edges, workers, color)
         _mixing(matrix, edges, workers, color)
     return svg()
-
-
-def timeline(rows: Mapping[str, Sequence[Bar]]) -> str:
-    """Draws the actions of each worker over time, on grey; each with its number and its weights."""
-    width, left = 11.0, 0.8
-    chunks = 1 + max(bar.chunk for bars in rows.values() for bar in bars)
-    end = max(bar.end for bars in rows.values() for bar in bars)
-    unit = _unit("seconds", end)
-    with drawing(f"timeline {rows}", width=width, height=0.6 + 0.42 * len(rows)) as (figure, svg):
-        axes = figure.subplots()
-        for place, bars in enumerate(rows.values()):
-            axes.broken_barh([(0, end / unit[1])], (place - 0.42, 0.84), color=GRID)
-            for bar in bars:
-                length, inches = (bar.end - bar.start) / unit[1], (width - left) * (bar.end - bar.start) / end
-                axes.broken_barh(
-                    [(bar.start / unit[1], length)],
-                    (place - 0.42, 0.84),
-                    facecolor=bar.color(chunks),
-                    edgecolor="white",
-                    linewidth=min(0.6, 4 * inches),
-                )
-                middle = (bar.start + bar.end) / 2 / unit[1]
-                _name(axes, bar, middle, place, inches)
-        axes.set_yticks(range(len(rows)), list(rows))
-        axes.set(xlim=(0, end / unit[1]), ylim=(len(rows) - 0.5, -0.5), xlabel=f"time ({unit[2]})")
-        axes.grid(visible=False)
-        axes.xaxis.set_major_formatter(plain(""))
-    return svg()
-
-
-def _name(axes: Axes, bar: Bar, middle: float, place: int, inches: float) -> None:
-    """Writes the number of an action over the weights that it reads, no larger than its bar is wide, or nothing."""
-    room = 0.94 * 72 * inches
-    texts = [(bar.label, -0.14, 7.5), *([(bar.weights, 0.2, 6.0)] if bar.weights else [])]
-    sized = [(text, offset, min(largest, room / text_width(text))) for text, offset, largest in texts]
-    if min(size for _, _, size in sized) >= _SMALLEST:
-        for text, offset, size in sized:
-            axes.text(middle, place + offset, text, ha="center", va="center", fontsize=size, color=INK)
 
 
 class Band(NamedTuple):

@@ -22,9 +22,10 @@ from dure.report import comparison, figures, labels
 from dure.report.comparison import Entry
 from dure.report.figures import Look
 from dure.report.files import replacing, to_json
+from dure.report.gantt import BarRow, Gantt, svg
 from dure.report.metrics import frame_rates
 from dure.report.record import TRACE
-from dure.report.timeline import ACTIONS, timeline
+from dure.report.trace import ACTIONS, timeline
 from dure.report.values import RunRecord
 
 if TYPE_CHECKING:
@@ -112,7 +113,6 @@ def render(runs: Sequence[RunRecord], *, title: str, target: Target) -> str:
         graphs=_graphs(found, given),
         consensus=_consensus(found, given, target),
         timelines=_timelines(found),
-        actions=ACTIONS,
         shares=[(entry, _shares(entry)) for entry in found if sum(_shares(entry).values()) > 0],
         share_colors=figures.SHARES,
         break_evens=[entry for entry in found if entry.break_even],
@@ -296,15 +296,16 @@ def _graphs(found: Sequence[Entry], given: Sequence[Look]) -> list[Panel]:
     return panels
 
 
-def _timelines(found: Sequence[Entry]) -> list[tuple[Panel, set[str]]]:
-    """For each run over pipelines with a trace, its beginning, and the kinds of its actions."""
+def _timelines(found: Sequence[Entry]) -> list[Panel]:
+    """For each run over pipelines with a trace, its beginning."""
     drawn = []
     for entry in found:
         path = entry.run.path / TRACE if entry.run.path else None
         rows = timeline(path) if path is not None and path.exists() else {}
         if rows:
-            kinds = {bar.kind for bars in rows.values() for bar in bars}
-            drawn.append((Panel(entry.label, figures.timeline(rows)), kinds))
+            end = max(bar.end for bars in rows.values() for bar in bars)
+            chart = Gantt("", "", {name: BarRow(bars) for name, bars in rows.items()}, end, ACTIONS, idle="no action")
+            drawn.append(Panel(entry.label, svg(chart)))
     return drawn
 
 

@@ -1,4 +1,4 @@
-"""Writes the activities of all nodes over time as a Chrome trace, for https://ui.perfetto.dev.
+"""Writes the activities of all nodes over time as a Chrome trace, for https://ui.perfetto.dev; reads pipelines of one.
 
 Format: "Trace Event Format" (Google, 2016), JSON object form. One process per rank; in it one thread each for
 
@@ -14,13 +14,16 @@ import heapq
 import json
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import IO, Literal
 
 from dure.core.meter import Span
+from dure.core.regular_file import check_regular
+from dure.errors import RecordError
 from dure.report.files import replacing
+from dure.report.gantt import Bar, BarKind
 
 _THREADS: dict[str, str] = {
     "compute": "compute",
@@ -125,3 +128,62 @@ def _thread_names(process: int, number: int, thread: str, lane: int) -> list[str
         json.dumps({"ph": "M", "pid": process, "tid": number, "name": name, "args": args})
         for name, args in (("thread_name", {"name": shown}), ("thread_sort_index", {"sort_index": place}))
     ]
+
+
+# ---- the actions of pipelines in a trace
+
+ACTIONS = {
+    "F": BarKind("#9cc8f2", "forward"),
+    "B": BarKind("#a6dba0", "backward"),
+    "I": BarKind("#8ad6ce", "backward: gradient of the inputs"),
+    "W": BarKind("#f6cd83", "backward: gradient of the weights"),
+    "S": BarKind("#cdb9e6", "step of the synthesizer"),
+}
+"""The kinds of actions of a pipeline."""
+
+MOST = 36
+"""Actions of one worker in a timeline."""
+
+LONGEST = 1 << 20
+"""Most characters of a line of a trace."""
+
+_ACTION = re.compile(r"(?P<kind>[FBIWS])(?P<number>\d+(?:\.\d+)?'*)(?: (?P<weights>w\d+(?:\+\d+)?))?")
+"""The text of an action in a trace: its kind, mini-batch and micro-batch, and the weights that it reads."""
+
+
+def timeline(path: Path) -> Mapping[str, Sequence[Bar]]:
+    """The first actions of each worker by name, from a trace that `write_trace` wrote; empty without any.
+
+    The trace is read up to the action that is one too many.
+    """
+    try:
+        check_regular(path)
+        with path.open(encoding="utf-8") as file:
+            return _bars(iter(lambda: file.readline(LONGEST), ""))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise RecordError(f"{path} is no trace that dure wrote ({type(error).__name__}: {error}).") from error
+
+
+def _bars(lines: Iterable[str]) -> Mapping[str, Sequence[Bar]]:
+    names: dict[int, str] = {}
+    rows: dict[str, list[Bar]] = {}
+    for line in lines:
+        if not line.startswith('{"ph"'):
+            continue
+        event = json.loads(line.rstrip(",\n"))
+        if event["name"] == "process_name":
+            names[event["pid"]] = event["args"]["name"]
+        found = _ACTION.fullmatch(event["name"]) if event.get("cat") == "compute" else None
+        if found is not None:
+            row = rows.setdefault(names[event["pid"]], [])
+            if len(row) == MOST:
+                break
+            row.append(_bar(found, event["ts"] / 1e6, event["dur"] / 1e6))
+    return {name: rows[name] for name in names.values() if name in rows}
+
+
+def _bar(action: re.Match[str], start: float, seconds: float) -> Bar:
+    """An action over its weights; of a later chunk of its worker, which has more primes, darker."""
+    kind, number, weights = action.group("kind", "number", "weights")
+    about = f"{action[0]}: {start:.4g} to {start + seconds:.4g} s"
+    return Bar(kind, start, start + seconds, (f"{kind}{number}", weights or ""), about, shade=number.count("'"))

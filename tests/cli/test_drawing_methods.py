@@ -2,23 +2,23 @@
 
 import re
 from itertools import pairwise
-from xml.etree import ElementTree
 
 import pytest
+from support.gantt_charts import picture_in
 
+from dure.cli.drawing import COMPUTE, WAIT, WORKERS, Cell, MethodPicture
 from dure.cli.main import main
-from dure.report.time_drawing import COMPUTE, WAIT, Cell, TimePicture, svg, text
-from dure.run.method_picture import WORKERS, picture_of
+from dure.report.gantt import svg, text
 from dure.run.strategy import Strategy, catalogue
 
 SLOW = f"worker {WORKERS - 1}"
 
 
-def picture(strategy: str) -> TimePicture:
-    return picture_of(Strategy.parse(strategy), strategy)
+def picture(strategy: str) -> MethodPicture:
+    return MethodPicture.of(Strategy.parse(strategy), strategy)
 
 
-def computations(drawn: TimePicture) -> dict[str, list[Cell]]:
+def computations(drawn: MethodPicture) -> dict[str, list[Cell]]:
     return {name: [cell for cell in cells if cell.kind == COMPUTE] for name, cells in drawn.rows.items()}
 
 
@@ -35,8 +35,15 @@ def test_every_method_has_a_picture(method):
         computed = [cell for cell in cells if cell.kind == COMPUTE and not cell.aborted]
         if method != "asysvrg":  # the last one may not have ended
             assert all(cell.step is not None for cell in computed[:-1])
-    ElementTree.fromstring(svg(drawn))
-    assert len(text(drawn, 120).splitlines()) == len(drawn.rows)
+    shown = picture_in(svg(drawn.chart))
+    assert shown.unit == "ms"
+    for name, cells in drawn.rows.items():
+        found = [(bar.start, bar.about.partition(":")[0].split(",")[0]) for bar in shown.rows[name]]
+        kinds = [f"{cell.kind}{' in vain' if cell.aborted else ''}" for cell in cells]
+        assert found == [(pytest.approx(cell.start, abs=1e-6), kind) for cell, kind in zip(cells, kinds, strict=True)]
+        ends = [min(cell.end, drawn.seconds) for cell in cells if cell.message != "order"]
+        assert [bar.end for bar in shown.rows[name] if "order" not in bar.about] == pytest.approx(ends, abs=1e-6)
+    assert len(text(drawn.chart, 120).splitlines()) == len(drawn.rows)
 
 
 def test_synchronous_workers_read_the_version_of_the_step():
@@ -95,17 +102,17 @@ def test_a_coordinator_commands_its_servers_between_evaluations(shards):
     assert not [start for start in begun for each in rounds if each.start < start < each.end]
     pauses = {sum(start <= each.start for start in begun) for each in rounds}
     assert len(pauses) >= 3, "before the first evaluation, and after the first two"
-    assert re.findall(r"communicate, order: ", svg(drawn)) == ["communicate, order: "] * len(rounds)
-    assert text(drawn, 120).splitlines()[-1].count("~") >= len(pauses)
+    assert re.findall(r"communicate, order: ", svg(drawn.chart)) == ["communicate, order: "] * len(rounds)
+    assert text(drawn.chart, 120).splitlines()[-1].count("~") >= len(pauses)
 
 
 def test_messages_to_servers_name_their_receivers():
-    drawn = svg(picture("downpour ps:shards=2"))
+    drawn = svg(picture("downpour ps:shards=2").chart)
     assert "communicate, push to servers 0 and 1: " in drawn
     assert "communicate, pull from servers 0 and 1: " in drawn
     assert ">exchanges messages with servers 0 and 1</text>" in drawn
-    assert ">exchanges messages with servers 0 to 3</text>" in svg(picture("bsp ps:shards=4"))
-    assert "server" not in svg(picture("bsp"))
+    assert ">exchanges messages with servers 0 to 3</text>" in svg(picture("bsp ps:shards=4").chart)
+    assert "server" not in svg(picture("bsp").chart)
 
 
 def test_rows_are_in_the_order_of_ranks():
