@@ -32,13 +32,9 @@ SHARED = {
     "sync": {
         "base",
         "corrected",
-        "fragments",
         "lifecycle",
         "line_search",
         "local_sgd",
-        "pace",
-        "period",
-        "weights",
         "worker",
         "worker_state",
     },

@@ -23,9 +23,7 @@ from dure.run.virtual import VirtualRun, VirtualSegment
 from dure.runtime.virtual.cluster import Cluster, Event, Link, Machines
 from dure.runtime.virtual.compute import Constant
 from dure.sync.averaging import Averaging
-from dure.sync.local_sgd import LocalSGD
-from dure.sync.period import Rounds
-from dure.sync.weights import FisherWeights
+from dure.sync.local_sgd import FisherWeights, LocalSGD, Rounds
 from dure.sync.worker import Worker
 
 TOPOLOGIES = ["collective", "ps"]

@@ -21,8 +21,7 @@ from dure.run.strategy import Strategy
 from dure.run.virtual import VirtualRun, VirtualSegment
 from dure.runtime.virtual.cluster import Cluster, Event, Link, Machines
 from dure.runtime.virtual.compute import Constant
-from dure.sync.bmuf import BMUF
-from dure.sync.diloco import DiLoCo
+from dure.sync.bmuf import BMUF, DiLoCo
 
 TOPOLOGIES = ["collective", "ps:shards=2"]
 BATCH = 8

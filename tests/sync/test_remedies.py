@@ -25,9 +25,7 @@ from dure.runtime.virtual.cluster import Cluster, Link, Machines
 from dure.runtime.virtual.compute import LogNormal, ShiftedExponential
 from dure.sync.base import traits_of
 from dure.sync.corrected import server_optimizer, with_remedy
-from dure.sync.dc_asgd import DCASGD
-from dure.sync.momentum_compensation import MomentumCompensation
-from dure.sync.staleness_lr import StalenessLR
+from dure.sync.remedies import DCASGD, MomentumCompensation, StalenessLR
 from dure.topology.correction import Update
 
 START = torch.tensor([1.0, -0.5, 2.0, 0.25], dtype=torch.float64)

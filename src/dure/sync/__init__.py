@@ -10,12 +10,12 @@ __all__ = ["CATALOGUE", "REMEDIES"]
 
 CATALOGUE = {
     "bsp": "dure.sync.bsp:BSP",
-    "one-shot": "dure.sync.one_shot:OneShot",
+    "one-shot": "dure.sync.averaging:OneShot",
     "averaging": "dure.sync.averaging:Averaging",
     "easgd": "dure.sync.easgd:EASGD",
     "eamsgd": "dure.sync.easgd:EAMSGD",
     "bmuf": "dure.sync.bmuf:BMUF",
-    "diloco": "dure.sync.diloco:DiLoCo",
+    "diloco": "dure.sync.bmuf:DiLoCo",
     "backup": "dure.sync.quorum:Backup",
     "k-sync": "dure.sync.quorum:KSync",
     "k-batch-sync": "dure.sync.quorum:KBatchSync",
@@ -31,7 +31,7 @@ CATALOGUE = {
 }
 
 REMEDIES = {
-    "momentum-compensation": "dure.sync.momentum_compensation:MomentumCompensation",
-    "dc-asgd": "dure.sync.dc_asgd:DCASGD",
-    "staleness-lr": "dure.sync.staleness_lr:StalenessLR",
+    "momentum-compensation": "dure.sync.remedies:MomentumCompensation",
+    "dc-asgd": "dure.sync.remedies:DCASGD",
+    "staleness-lr": "dure.sync.remedies:StalenessLR",
 }

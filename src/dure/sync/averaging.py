@@ -1,4 +1,4 @@
-"""Periodic model averaging: workers train alone, and average their models every `period` steps.
+"""Model averaging: workers train alone, and average their models every `period` steps, or once, at the end.
 
 Su, Chen, "Experiments on Parallel Training of Deep Neural Network using Model Averaging", 2015;
 as local SGD in Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019;
@@ -14,15 +14,16 @@ equal time as in Wang et al., "Tackling the Objective Inconsistency Problem in H
 
 | in the papers          | here                                                                             |
 |------------------------|----------------------------------------------------------------------------------|
-| tau, and its schedule  | `period`, in steps, and `schedule`: `sync/period.py`                             |
-| c_k                    | `weights`: `sync/weights.py`                                                     |
+| tau, and its schedule  | `period`, in steps, and `schedule`                                               |
+| c_k                    | `weights`                                                                        |
 | average at a server    | shards store the weighted mean of the models that workers push                   |
 | state of the optimizer | `state`: "keep" momentum and moments as they are, "average" them too, "reset" them |
 | AdaComm's gamma = 1/2, T_0 | `factor`; `interval`, in steps and not seconds, so that a run can be repeated |
 | its rate eta_l         | constant, so that eta_0 / eta_l = 1                                              |
-| FedNova's tau_k        | `pace="time"`: `sync/pace.py`                                                    |
+| FedNova's tau_k        | `pace="time"`                                                                    |
 
-This file has the parameters; the algorithm is `sync/local_sgd.py`. ``period=1`` with plain SGD is BSP.
+This file has the parameters; `sync/local_sgd.py` has the algorithm, its schedules, weights and paces. ``period=1`` with
+plain SGD is BSP.
 """
 
 from __future__ import annotations
@@ -30,17 +31,32 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from dure.core.node import EndOfWork
 from dure.core.parameter import parameter
 from dure.job.optimizer import OptimizerSpec
 from dure.sync.base import Messages, Reasons, ServerRule, Traits
-from dure.sync.local_sgd import LocalSGD
-from dure.sync.pace import EqualSteps, EqualTime, Pace
-from dure.sync.period import AdaptivePeriod, DecayingPeriod, EpochPeriod, FixedPeriod, OverheadPeriod, Schedule
-from dure.sync.weights import FisherWeights, LossWeights, SampleWeights, UniformWeights, Weights
+from dure.sync.local_sgd import (
+    AdaptivePeriod,
+    DecayingPeriod,
+    EpochPeriod,
+    EqualSteps,
+    EqualTime,
+    FisherWeights,
+    FixedPeriod,
+    LocalSGD,
+    LossWeights,
+    OverheadPeriod,
+    Pace,
+    SampleWeights,
+    Schedule,
+    UniformWeights,
+    Weights,
+)
 from dure.topology.parameter_server.policies import Barrier
 
 if TYPE_CHECKING:
     from dure.sync.worker import Worker
+
 
 _CHOICES = {
     "schedule": ("fixed", "decay", "overhead", "adaptive", "epoch"),
@@ -141,12 +157,13 @@ class Averaging:
     def adapted(self) -> Traits:
         """The traits under these parameters."""
         chosen = self.algorithm
+        schedule, weights, pace = (part.reasons for part in (chosen.schedule, chosen.weights, chosen.pace))
         state = {"servers": "servers hold the model and no worker's optimizer state"} if self.state == "average" else {}
         reasons = Reasons(
-            objections={**state, **chosen.pace.objections, **chosen.weights.objections},
-            codec=chosen.weights.uncoded,
-            stages=chosen.weights.unstaged or chosen.schedule.unstaged or chosen.pace.unstaged,
-            loop=chosen.schedule.no_loop or chosen.weights.no_loop or chosen.pace.no_loop or self._no_loop,
+            objections={**state, **pace.objections, **weights.objections},
+            codec=weights.codec,
+            stages=weights.stages or schedule.stages or pace.stages,
+            loop=schedule.loop or weights.loop or pace.loop or self._no_loop,
         )
         messages = Messages(over=chosen.weights.encodes, changes=True)
         return replace(self.traits, reasons=reasons, messages=messages, lockstep=chosen.pace.lockstep)
@@ -160,3 +177,52 @@ class Averaging:
 
     async def work(self, worker: Worker) -> None:
         await self.algorithm.work(worker)
+
+
+@dataclass(frozen=True, slots=True)
+class OneShot:
+    """Independent training of every worker, and one average of all models at the end.
+
+    Zinkevich, Weimer, Smola, Li, "Parallelized Stochastic Gradient Descent", NeurIPS 2010, algorithm 3.
+
+        for t = 1, ..., T                                 at every worker k, on data of its own
+            w_k  <- Opt_k(w_k, gradient of f at w_k)
+        v  <- sum of B_k w_k / sum of B_k                 over all workers, once
+
+    | in the paper                  | here                                                                |
+    |-------------------------------|---------------------------------------------------------------------|
+    | T = m / k examples, shuffled  | the worker's share of the data, in an order of its own; its `steps` |
+    | w_0 = 0 everywhere            | the job's initial model, the same everywhere                        |
+    | constant rate, one example    | the job's optimizer and mini-batches; nothing of its state is shared |
+    | v = (1/k) sum of w_k          | weighted by batch size, where workers differ                        |
+
+    It is `averaging` with a period of the whole run. A slow worker delays only the end. Over servers, a failed worker
+    is left out of the mean; a late worker makes all its steps, and the others wait for it.
+    """
+
+    paper: ClassVar[str] = "Zinkevich et al., Parallelized Stochastic Gradient Descent, NeurIPS 2010"
+
+    traits: ClassVar[Traits] = Traits(
+        needs=("group", "servers"),
+        lockstep=True,
+        delivers="mean",
+        alone=True,
+        staged=True,
+    )
+
+    def server_rule(self, optimizer: OptimizerSpec) -> ServerRule:
+        return ServerRule(OptimizerSpec("assign"), Barrier())
+
+    async def work(self, worker: Worker) -> None:
+        if worker.state.stats:
+            return  # the other workers have averaged without this one
+        try:
+            while True:
+                worker.step(await worker.gradient())
+                worker.heartbeat()
+        except EndOfWork:
+            if not worker.over_servers:
+                await worker.group.mean_params()
+            else:
+                await worker.server.push(worker.params, stats={"clock": worker.clock})
+                await worker.server.next_version()

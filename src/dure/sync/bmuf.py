@@ -18,7 +18,7 @@ Optimization and Blockwise Model-Update Filtering", ICASSP 2016; overlap and fra
 | eta (momentum), zeta  | `momentum`, `zeta`; a constant G moves W by zeta G / (1 - momentum) per block     |
 | CBM, NBM              | `nesterov`: false, true                                                           |
 | the final model       | W, without lookahead                                                              |
-| streaming: fragments  | the parameters are cut into `fragments`, each sent at its own time (`sync/fragments.py`) |
+| streaming: fragments  | the parameters are cut into `fragments`, each sent at its own time (`_Fragments`) |
 | streaming: overlap    | a mean is applied `overlap` steps later; the steps made meanwhile stay            |
 | parameter server      | it holds W and Delta; workers push Wg - w_k and compute the look-ahead themselves |
 
@@ -29,15 +29,15 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, cast
 
+import torch
 from torch import Tensor
 
 from dure.core.node import EndOfWork, Ghost, Operation
 from dure.core.parameter import parameter
 from dure.job.optimizer import OptimizerSpec
 from dure.sync.base import Messages, Reasons, ServerRule, Traits
-from dure.sync.fragments import Fragments, part
 from dure.topology.parameter_server.policies import Barrier
 
 if TYPE_CHECKING:
@@ -165,9 +165,9 @@ class BMUF:
     # ---- over collectives
 
     @property
-    def streams(self) -> Fragments:
+    def streams(self) -> _Fragments:
         """The fragments and their times."""
-        return Fragments(self.fragments, self.period, self.overlap)
+        return _Fragments(self.fragments, self.period, self.overlap)
 
     async def over_collective(self, worker: Worker) -> None:
         streams, cuts = self.streams, self.streams.cuts(worker.params.numel())
@@ -198,8 +198,8 @@ class BMUF:
     def send(self, worker: Worker, cut: slice, clock: int, values: Tensor) -> _Sent:
         """Start the mean of a fragment of `values`."""
         if self.overlap:
-            part(worker.keep("sent"), cut).copy_(part(values, cut))
-        mean = worker.group.mean(part(values, cut), since=part(worker.keep("start"), cut))
+            _part(worker.keep("sent"), cut).copy_(_part(values, cut))
+        mean = worker.group.mean(_part(values, cut), since=_part(worker.keep("start"), cut))
         return _Sent(clock + self.overlap, cut, mean)
 
     async def take_in(self, worker: Worker, sent: _Sent) -> None:
@@ -233,3 +233,108 @@ class BMUF:
         if worker.clock % self.period:
             await worker.group.mean_buffers()
         worker.params.copy_(worker.keep("model"))
+
+
+@dataclass(frozen=True, slots=True)
+class DiLoCo:
+    """BMUF with AdamW at the workers and Nesterov momentum of the mean model.
+
+    Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023, and "Streaming DiLoCo",
+    2025 (overlap, fragments).
+
+        for round t = 1, 2, 3, ...                        at every worker k
+            w_k    <- w
+            period times:  w_k  <- AdamW(w_k, gradient of f at w_k)        the inner steps
+            Delta  <- mean of w - w_k                     over all workers
+            w      <- SGD(w, Delta, lr, momentum, Nesterov)                the outer step
+
+    | in the paper      | here                                                                             |
+    |-------------------|----------------------------------------------------------------------------------|
+    | H                 | `period`                                                                         |
+    | outer optimizer   | BMUF with zeta = `lr`: Wg is where `torch.optim.SGD(lr, momentum, nesterov=True)` is |
+    | inner optimizer   | the optimizer of the run if it names one, else AdamW; its state stays at the worker |
+    """
+
+    paper: ClassVar[str] = "Douillard et al., DiLoCo: Distributed Low-Communication Training of Language Models, 2023"
+
+    period: int = parameter(30, "steps of each worker between two averages", range=">= 1", unit="steps", symbol="H")
+    lr: float = parameter(0.7, "learning rate of the outer step, from mean model to mean model", range=">= 0")
+    momentum: float = parameter(0.9, "Nesterov momentum of the outer step", range=">= 0, < 1")
+    overlap: int = parameter(
+        0,
+        "steps that workers make while an average is under way; 0: they wait",
+        range=">= 0, <= period",
+        unit="steps",
+    )
+    fragments: int = parameter(
+        1, "parts of the model, each averaged at a time of its own in the block", range=">= 1, <= period", unit="parts"
+    )
+
+    traits: ClassVar[Traits] = BMUF.traits
+
+    def __post_init__(self) -> None:
+        if not self.lr >= 0:
+            raise ValueError(f"lr is the outer learning rate and must be >= 0, got {self.lr}. The paper's is 0.7.")
+        _ = self.outer
+
+    def adapted(self) -> Traits:
+        """The traits under these parameters."""
+        return replace(self.outer.adapted(), local_optimizer=OptimizerSpec("adamw", lr=0.001, weight_decay=0.1))
+
+    @property
+    def outer(self) -> BMUF:
+        """BMUF with these parameters."""
+        return BMUF(self.period, self.momentum, self.lr, True, self.overlap, self.fragments)
+
+    def server_rule(self, optimizer: OptimizerSpec) -> ServerRule:
+        return self.outer.server_rule(optimizer)
+
+    async def work(self, worker: Worker) -> None:
+        await self.outer.work(worker)
+
+
+@dataclass(frozen=True, slots=True)
+class _Fragments:
+    """The times and the places of `count` fragments in blocks of `period` steps.
+
+    The mean of a fragment is taken in `overlap` steps after the fragment was sent.
+
+    >>> two = _Fragments(2, period=6, overlap=1)
+    >>> [(clock, two.sent_at(clock)) for clock in range(1, 7) if two.sent_at(clock)]
+    [(3, [0]), (6, [1])]
+    >>> two.under_way(3), two.under_way(4), two.unsent(4)
+    ([(3, 0)], [], [0, 1])
+    """
+
+    count: int
+    period: int
+    overlap: int
+
+    def cuts(self, numel: int) -> list[slice]:
+        """Return the range of each fragment in a flat vector."""
+        return [slice(i * numel // self.count, (i + 1) * numel // self.count) for i in range(self.count)]
+
+    def last_sent(self, number: int, clock: int) -> int:
+        """Return the last clock, up to `clock`, at which a fragment was sent; 0 or less before the first time."""
+        offset = (number + 1) * self.period // self.count
+        return clock - (clock - offset) % self.period
+
+    def sent_at(self, clock: int) -> list[int]:
+        """Return the numbers of the fragments that are sent at `clock`."""
+        return [number for number in range(self.count) if self.last_sent(number, clock) == clock]
+
+    def unsent(self, clock: int) -> list[int]:
+        """Return the numbers of the fragments that are not sent at `clock`."""
+        return [number for number in range(self.count) if self.last_sent(number, clock) != clock]
+
+    def under_way(self, clock: int) -> list[tuple[int, int]]:
+        """Return the fragments whose means are not yet taken in at `clock`: when each was sent, and its number."""
+        times = ((self.last_sent(number, clock), number) for number in range(self.count))
+        return sorted((sent, number) for sent, number in times if 0 < sent <= clock < sent + self.overlap)
+
+
+def _part(values: torch.Tensor, cut: slice) -> torch.Tensor:
+    """Return a fragment of a vector, or of the placeholder for one where only time counts."""
+    if isinstance(values, Ghost):
+        return cast(torch.Tensor, Ghost(cut.stop - cut.start, values.nbytes // max(values.numel(), 1)))
+    return values[cut]

@@ -2,8 +2,8 @@
 
 Zinkevich et al. 2010 average once at the end (`one-shot`). Su, Chen and Xu, "Experiments on Parallel Training of Deep
 Neural Network using Model Averaging", 2015, average each tau mini-batches; Wang and Joshi (AdaComm, 2018) choose tau by
-the loss. Chen and Huo (BMUF, 2016) give the change of the mean model a momentum. `sync/period.py` and
-`sync/weights.py` have the schedules and the weights.
+the loss. Chen and Huo (BMUF, 2016) give the change of the mean model a momentum. `sync/local_sgd.py` has the
+schedules and the weights.
 """
 
 from __future__ import annotations
