@@ -3,7 +3,7 @@
     python bench/pipeline_plan.py [--layers 1000] [--workers 64]
 
 Layers of equal, uniform and heavy-tailed durations, and links that are free, fast and slow. The bound of the search
-(`partition/plan.py`) holds more where times are balanced.
+(`partition/cut.py`) holds more where times are balanced.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from _script import parse, told
 
-from dure.partition.plan import Level, plan
+from dure.partition.cut import Level, plan
 from dure.partition.profile import BlockProfile, Profile
 
 BANDWIDTHS = (math.inf, 1e8, 1e6)

@@ -48,7 +48,7 @@ from dure.job.data.dataset import Data
 from dure.job.data.location import data_root
 from dure.job.job import Job, load_job
 from dure.job.optimizer import OptimizerSpec
-from dure.partition.block_times import BlockTimes, PassTime
+from dure.partition.profile import BlockTimes, PassTime
 from dure.planner.calibration import calibrated
 from dure.planner.job_profile import JobProfile, profile_job
 from dure.planner.learning import crossed

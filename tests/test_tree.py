@@ -153,7 +153,7 @@ def test_who_catches_everything_is_a_runtime_and_passes_it_on():
         "runtime/",
         "run/history.py",
         "planner/probe/measure.py",
-        "partition/tensor/computation.py",
+        "partition/shared_stage.py",
     )
     assert [place for place in places(x for x in broad if x not in raising) if not place.startswith(allowed)] == []
 

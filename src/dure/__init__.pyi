@@ -24,7 +24,6 @@ from dure.job.data.samples import Samples as Samples
 from dure.job.data.stream import Stream as Stream
 from dure.job.job import Job as Job
 from dure.job.optimizer import OptimizerSpec as OptimizerSpec
-from dure.partition.action import Action as Action
 from dure.partition.mesh import Mesh as Mesh
 from dure.partition.methods.chen import Chen as Chen
 from dure.partition.methods.ddg import DDG as DDG
@@ -42,7 +41,8 @@ from dure.partition.methods.pipedream_2bw import PipeDream2BW as PipeDream2BW
 from dure.partition.methods.spectrain import SpecTrain as SpecTrain
 from dure.partition.methods.tensor import TensorParallel as TensorParallel
 from dure.partition.methods.zero_bubble import ZeroBubble as ZeroBubble
-from dure.partition.micro import MicroBatched as MicroBatched
+from dure.partition.orders import Action as Action
+from dure.partition.pipeline import MicroBatched as MicroBatched
 from dure.partition.shared_layers import SharedLayers as SharedLayers
 from dure.partition.whole import Whole as Whole
 from dure.planner.answer import Ranking as Ranking

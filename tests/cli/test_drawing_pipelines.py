@@ -16,7 +16,7 @@ from dure.errors import UsageError
 from dure.partition import CATALOGUE
 from dure.partition.pipeline import Pipeline
 from dure.partition.programmed import Programmed
-from dure.partition.versions import Read
+from dure.partition.schedule import Read
 from dure.report.gantt import GROUND, svg, text, text_width
 from dure.report.trace import ACTIONS
 from dure.run.strategy import make

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import dure
-from dure.partition.block_times import BlockTimes, PassShare, PassTime, share
+from dure.partition.profile import BlockTimes, PassShare, PassTime, share
 from dure.runtime.virtual.cluster import Cluster, Link
 from dure.runtime.virtual.compute import Constant
 

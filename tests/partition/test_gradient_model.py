@@ -5,7 +5,7 @@ import torch
 from support.wording import raising
 
 from dure.job.optimizer import OptimizerSpec
-from dure.partition.gradient_model import GradientModel, dense
+from dure.partition.synthesizer import GradientModel, dense
 
 
 def test_a_new_model_predicts_zero_whatever_it_reads():

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import pytest
 
 from dure.partition import orders
-from dure.partition.action import Action, Kind
-from dure.partition.ticks import TICK, Orders, Timetable, schedule
+from dure.partition.orders import Action, Kind
+from dure.partition.schedule import TICK, Orders, Timetable, schedule
 
 FlushOrder = Callable[[int, int, int, range], Iterator[Action]]
 """An order by rank, stages, micro-batches and mini-batches."""

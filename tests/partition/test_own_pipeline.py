@@ -10,7 +10,7 @@ from dure.errors import DeadlockError, StrategyError
 
 OWN = """
 from dataclasses import dataclass
-from dure.partition.action import Action
+from dure.partition.orders import Action
 from dure.partition.pipeline import Pipeline
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from support.wording import raising
 
 from dure.errors import StrategyError
-from dure.partition.plan import Level, PlannedStage, plan
+from dure.partition.cut import Level, PlannedStage, plan
 from dure.partition.profile import BlockProfile, Profile
 
 BLOCK = st.builds(

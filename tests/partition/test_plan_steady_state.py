@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from dure.job.job import load_job
-from dure.partition.plan import Level, plan
+from dure.partition.cut import Level, plan
 from dure.partition.profile import BlockProfile, Profile
 from dure.planner.scene import Scene
 from dure.planner.timing import setup_in, timed

@@ -12,8 +12,7 @@ import dure
 from dure.errors import StrategyError, UsageError
 from dure.job.models.mlp import mlp
 from dure.partition.blocks import blocks_of
-from dure.partition.cut import Speeds, cut_of
-from dure.partition.plan import Level, plan
+from dure.partition.cut import Level, Speeds, cut_of, plan
 from dure.partition.profile import BlockProfile, Profile, counted, timed
 from dure.runtime.virtual.cluster import Cluster, InsideLink, Link, Machines
 from dure.runtime.virtual.compute import Constant

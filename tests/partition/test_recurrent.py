@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from dure.errors import UsageError
-from dure.partition.recurrent import RecurrentSynthesizer
+from dure.partition.synthesizer import RecurrentSynthesizer
 
 ROWS, WIDTH, WINDOW = 4, 6, 3
 

@@ -11,12 +11,12 @@ from support.wording import raising
 
 from dure.errors import DeadlockError, StrategyError
 from dure.partition import orders
-from dure.partition.action import Action, Kind
 from dure.partition.methods.gpipe import GPipe
 from dure.partition.methods.multi_version import MultiVersion
 from dure.partition.methods.petrowski import Petrowski
 from dure.partition.methods.pipedream import PipeDream
-from dure.partition.ticks import Orders, check, schedule
+from dure.partition.orders import Action, Kind
+from dure.partition.schedule import Orders, check, schedule
 
 
 def gpipe(stages: int = 3, micro: int = 2, count: int = 2) -> list[list[Action]]:

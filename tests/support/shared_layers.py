@@ -14,7 +14,7 @@ from dure.job.data.digits import load_digits
 from dure.job.job import Job
 from dure.job.models.mlp import top1
 from dure.partition.shared_layers import SharedLayers
-from dure.partition.tensor.linear import Column, Row
+from dure.partition.tensor.layers import Column, Row
 from dure.partition.tensor.plan import LayerSplit, SplitPlan
 
 HERE = Path(__file__)

@@ -21,8 +21,7 @@ from dure.errors import UsageError
 from dure.partition.mesh import Mesh
 from dure.partition.pipeline import Pipeline
 from dure.partition.programmed import Programmed
-from dure.partition.ticks import Orders, Timed, schedule
-from dure.partition.versions import Read, WeightsRead, weights_read
+from dure.partition.schedule import Orders, Read, Timed, WeightsRead, schedule, weights_read
 from dure.report.files import replacing
 from dure.report.gantt import Bar, BarKind, BarRow, Gantt, svg, text
 from dure.report.trace import ACTIONS
@@ -39,8 +38,8 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 
     from dure.core.meter import Span
-    from dure.partition.action import Action
-    from dure.partition.ticks import Timetable
+    from dure.partition.orders import Action
+    from dure.partition.schedule import Timetable
     from dure.sync.worker_state import WorkerState
 
 

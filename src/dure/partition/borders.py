@@ -1,4 +1,9 @@
-"""The tensors that cross each border between two stages, and the cost of each block, found by one forward pass."""
+"""The tensors that cross each border between two stages, the cost of each block, and the borders of shared layers.
+
+One forward pass finds them. Where workers share layers, a model may be cut at borders at which they have whole tensors.
+
+Behind a layer that is split by outputs each worker has a part of the tensors, until a layer that is split by inputs.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +11,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from dure.core.flop_counter import FlopCounter
 from dure.core.user_code import explain_user_errors
 from dure.errors import UsageError
 from dure.job.data.structure import Batch, described, tensors
-from dure.partition.blocks import block_name
+from dure.partition.blocks import block_name, first_samples
+from dure.partition.tensor.ways import Recording, Ways
+
+if TYPE_CHECKING:
+    from dure.job.job import Job
+    from dure.partition.tensor.plan import SplitPlan
+
 
 Call = Callable[[nn.Module, Any], Any]
 """The call of a block with the output of the block before."""
@@ -207,3 +219,36 @@ def with_kept(block: nn.Module, alive: list[Tensor], forward: Callable[[], Resul
         if "saved tensor hooks" not in str(error):
             raise
     return forward(), {}
+
+
+Shapes = Sequence[tuple[torch.dtype, torch.Size]]
+
+
+def whole_borders(
+    job: Job, plan: SplitPlan, ways: int, call: Call, blocks_of: Callable[[nn.Module], Sequence[nn.Module]], rows: int
+) -> list[int]:
+    """The numbers of the blocks before which a worker has the tensors of the whole model, of `rows` samples.
+
+    The worker is the last of `ways`, which has the smallest part of each layer.
+    """
+    module = job.build(0)
+    inputs, _ = first_samples(job, rows, next(module.parameters()).device)
+    whole = _shapes(blocks_of(module), call, inputs)
+    own = Ways(ways - 1, ways, Recording().carry_out)
+    part = _shapes(blocks_of(plan.apply(module, own)), call, inputs, own)
+    return [number for number in range(1, len(whole)) if whole[number - 1] == part[number - 1]]
+
+
+def _shapes(blocks: Sequence[nn.Module], call: Call, value: Any, ways: Ways | None = None) -> list[Shapes]:
+    """The types and shapes of the outputs of each block."""
+    found: list[Shapes] = []
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        if ways is not None:
+            ways.begin()
+        for number, block in enumerate(blocks):
+            with explain_user_errors(f"{block_name(number, block)} raised"):
+                value = call(block, value)
+            found.append([(each.dtype, each.shape) for each in tree_leaves(value) if isinstance(each, Tensor)])
+        if ways is not None:
+            ways.end()
+    return found

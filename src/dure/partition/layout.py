@@ -11,7 +11,6 @@ import torch
 from dure.core.ranges import equal_ranges
 from dure.errors import UsageError
 from dure.job.trial import refusal, trial_rows
-from dure.partition.block_times import PassShare, share
 from dure.partition.blocks import (
     blocks_of,
     call_of,
@@ -23,10 +22,9 @@ from dure.partition.blocks import (
     tied,
     tied_stages,
 )
-from dure.partition.borders import Border, MeasuredPass, measure
+from dure.partition.borders import Border, MeasuredPass, measure, whole_borders
 from dure.partition.cut import ANY, Speeds, cut_of
-from dure.partition.profile import counted
-from dure.partition.whole_borders import whole_borders
+from dure.partition.profile import PassShare, counted, share
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -36,9 +34,8 @@ if TYPE_CHECKING:
     from dure.partition.pipeline import Pipeline
     from dure.partition.profile import Profile
     from dure.partition.shared_layers import SharedLayers
-    from dure.partition.tensor.plan import SplitPlan
-    from dure.partition.tensor.recording import PassCost
-    from dure.partition.tensor.shard import ParameterShard
+    from dure.partition.tensor.plan import ParameterShard, SplitPlan
+    from dure.partition.tensor.ways import PassCost
 
 
 Known = TypeVar("Known")

@@ -21,14 +21,13 @@ from dure.job.data.structure import called
 from dure.partition.blocks import first_samples
 from dure.partition.borders import measure
 from dure.partition.programmed import Programmed
-from dure.partition.ticks import Orders, schedule
-from dure.partition.versions import weights_read
+from dure.partition.schedule import Orders, schedule, weights_read
 
 if TYPE_CHECKING:
     from dure.job.job import Job
     from dure.job.replica import Replica
-    from dure.partition.action import Action
     from dure.partition.layout import StageLayout
+    from dure.partition.orders import Action
     from dure.partition.pipeline import Pipeline
 
 

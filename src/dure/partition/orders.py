@@ -1,4 +1,6 @@
-"""Orders of the actions of one worker of a pipeline, as data. Ranks, mini-batches and micro-batches count from 0.
+"""Actions of a pipeline's stages, the units of work, and the order of the actions of one worker, as data.
+
+Ranks, mini-batches and micro-batches count from 0.
 
 Orders with a flush end each mini-batch with its update; orders without one update after each backward. A worker with
 several chunks holds the global stages of a placement: `looped` (rank, K + rank, 2K + rank, ...) or `v_shaped`
@@ -8,8 +10,33 @@ several chunks holds the global stages of a placement: `looped` (rank, K + rank,
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Literal, NamedTuple
 
-from dure.partition.action import Action, Kind
+Kind = Literal["F", "B", "I", "W", "S", "U"]
+
+
+class Action(NamedTuple):
+    """One action of a worker: forward or backward of a micro-batch through a chunk of the model, or an update.
+
+    `kind` is "F" (forward), "B" (backward), "I" (the part of backward that computes the gradient of the inputs), "W"
+    (the part that computes the gradient of the weights), "S" (a step of a model that predicts gradients) or "U" (update
+    by the gradient of a mini-batch, of all chunks of the worker). `batch` is the number of the mini-batch in the run
+    and `micro` that of the micro-batch in it, from 0. `chunk` counts the chunks of the worker; a worker with one stage
+    has one.
+
+    >>> str(Action("F", 3)), str(Action("B", 0, micro=2, chunk=1))
+    ('F3', "B0.2'")
+    """
+
+    kind: Kind
+    batch: int
+    micro: int = 0
+    chunk: int = 0
+
+    def __str__(self) -> str:
+        part = f".{self.micro}" if self.micro else ""
+        return f"{self.kind}{self.batch}{part}{chr(39) * self.chunk}"
+
 
 # ---- placements of chunks
 

@@ -1,5 +1,8 @@
 """The base of pipelines: a model split by layers into stages, one worker for each.
 
+`MicroBatched` divides each mini-batch into micro-batches and makes one update of them. `Weights` are those of a stage,
+as the rules of a pipeline see them.
+
 A pipeline method is an order of actions and two rules: the weights that a forward reads, and the weights that its
 backward reads. `order` gives the actions of one worker as data; a scheduler checks them before a run starts
 (`ticks.py`), and each worker plays its own (`stage.py`).
@@ -7,19 +10,57 @@ backward reads. `order` gives the actions of one worker as data; a scheduler che
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from dure.core.parameter import parameter
-from dure.partition.action import Action
-from dure.partition.orders import looped
+from dure.partition.orders import Action, looped
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from dure.job.gradient_source import Requester
     from dure.job.optimizer import OptimizerSpec
-    from dure.partition.weights import StageWeights
+
+
+class StageWeights(Protocol):
+    """The weights of one stage: the newest, and those that are kept for mini-batches in flight.
+
+    `requester` is the worker of the stage, `rank` that of the stage in its pipeline. `version` counts updates.
+    """
+
+    requester: Requester
+    rank: int
+    version: int
+
+    @property
+    def newest(self) -> Tensor:
+        """The newest weights. They change with each update, and a backward that reads them reads them as they are."""
+        ...
+
+    def fixed(self, batch: int) -> Tensor:
+        """The newest weights at the first forward of a mini-batch, for all its actions."""
+        ...
+
+    def stash(self, batch: int) -> Tensor:
+        """The newest weights at the first forward of a mini-batch, in memory that no update before its own changes."""
+        ...
+
+    def ahead(self, steps: Callable[[float], float]) -> Tensor:
+        """The newest weights and the way that their velocity takes in `steps`, a function of the momentum.
+
+        All calls use one memory, so a backward that reads it reads the last prediction.
+        """
+        ...
+
+    def version_for(self, batch: int) -> Tensor:
+        """The weights of the version that a mini-batch reads and updates."""
+        ...
+
+    def average(self) -> None:
+        """Set all versions to their mean. No mini-batch may be in flight."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -99,3 +140,19 @@ class Pipeline:
     def backward_reads(self, stage: StageWeights, batch: int) -> Tensor:
         """The flat weights that the backward of mini-batch `batch` reads."""
         return stage.fixed(batch)
+
+
+@dataclass(frozen=True)
+class MicroBatched(Pipeline):
+    """A pipeline with several micro-batches in each mini-batch, whose sizes differ by at most one sample."""
+
+    micro: int = parameter(4, "micro-batches of a mini-batch", range=">= 1", symbol="U")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.micro < 1:
+            raise ValueError(f"micro={self.micro} makes no micro-batch: write a whole number from 1, such as micro=4")
+
+    @property
+    def micro_batches(self) -> int:
+        return self.micro

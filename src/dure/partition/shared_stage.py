@@ -1,30 +1,249 @@
-"""The computations of a stage whose layers several workers share: pieces of a pass, with collectives between them."""
+"""Collectives between the workers that share layers, written from messages.
+
+| collective       | messages of a worker to each other          | elements sent, of n in the whole   |
+|------------------|---------------------------------------------|------------------------------------|
+| `all_gather`     | its tensor                                  | (W - 1) n / W                      |
+| `reduce_scatter` | the other's slice                           | (W - 1) n / W                      |
+| `all_reduce`     | the two above; for W = 2 its whole tensor   | 2 (W - 1) n / W                    |
+| `exchange`       | the other's tensor                          |                                    |
+
+Sums are in the order of ranks. Each slice is summed by one worker, so that all get the same bits.
+
+A computation in a thread of its own, which pauses at each collective of its layers.
+
+Forwards and backwards of split layers need other workers in the middle of them, and autograd cannot be suspended. So
+the code runs in a thread. At a collective the thread hands the call to the loop and waits; `resume` lets it go on.
+One of the two threads runs at a time, so the order of all operations is that of the loop.
+
+The computations of a stage whose layers several workers share: pieces of a pass, with collectives between them.
+"""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from itertools import chain, repeat
+from queue import SimpleQueue
+from threading import Thread
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from dure.core.node import Ghost, StepPortion, StepTime, nothing
-from dure.partition.counts import StageCounts
+from dure.core.ranges import equal_ranges
 from dure.partition.messages import WAYS, free_tag
-from dure.partition.tensor.collectives import WayCollectives
-from dure.partition.tensor.computation import PausingThread
+from dure.partition.stage_state import StageCounts
 from dure.partition.tensor.ways import CollectiveCall
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from dure.core.meter import Meter
     from dure.core.node import Node
-    from dure.partition.action import Action
-    from dure.partition.block_times import PassShare
     from dure.partition.layout import Held, StageLayout
+    from dure.partition.orders import Action
+    from dure.partition.profile import PassShare
     from dure.partition.stage_module import StageModule
-    from dure.partition.tensor.recording import PassCost, Piece
+    from dure.partition.tensor.ways import PassCost, Piece
+
+
+class WayCollectives:
+    """Carries out collectives for `rank` of the workers `peers`, on `node`, in messages with `tag`."""
+
+    def __init__(self, node: Node, meter: Meter, *, rank: int, peers: Sequence[str], tag: int) -> None:
+        self._node = node
+        self._meter = meter
+        self._rank = rank
+        self._peers = peers
+        self._tag = tag
+
+    async def carried(self, call: CollectiveCall) -> Any:
+        """The result of a collective."""
+        started = self._node.now()
+        result = await self._result(call)
+        self._meter.add("communicate", started, self._node.now(), call.kind)
+        return result
+
+    def payload_nbytes(self, call: CollectiveCall) -> int:
+        """The bytes of the whole tensor of a collective; of an exchange, those that this worker sends."""
+        if call.kind == "exchange":
+            return sum(each.nbytes for rank, each in enumerate(call.sends) if rank != self._rank)
+        if call.kind == "all_gather":
+            return call.sends[0].element_size() * sum(shape.numel() for shape in call.receives)
+        return sum(each.nbytes for each in call.sends)
+
+    async def _result(self, call: CollectiveCall) -> Any:
+        sends, receives = call.sends, call.receives
+        if call.kind == "all_reduce":
+            return (await self._all_reduce(sends[0])).view(receives[0])
+        if call.kind == "all_gather":
+            return await self._exchange([sends[0]] * len(self._peers), receives)
+        found = await self._exchange(sends, receives if call.kind == "exchange" else [receives[0]] * len(self._peers))
+        return found if call.kind == "exchange" else total(found)
+
+    async def _all_reduce(self, tensor: Tensor) -> Tensor:
+        workers, numel = len(self._peers), tensor.numel()
+        flat = tensor.view(-1)
+        if workers == 2:
+            return total(await self._exchange([flat] * 2, [torch.Size([numel])] * 2))
+        slices = [flat[start:stop] for start, stop in equal_ranges(numel, workers)]
+        sizes = [torch.Size([each.numel()]) for each in slices]
+        own = total(await self._exchange(slices, [sizes[self._rank]] * workers))
+        return joined(await self._exchange([own] * workers, sizes))
+
+    async def _exchange(self, sends: Sequence[Tensor], shapes: Sequence[torch.Size]) -> list[Tensor]:
+        """Send a tensor to each worker, and receive one of these shapes from each. An empty one needs no message."""
+        others = [rank for rank in range(len(self._peers)) if rank != self._rank]
+        receiving = {
+            rank: self._node.recv(self._peers[rank], _room(sends[rank], shapes[rank]), tag=self._tag)
+            for rank in others
+            if shapes[rank].numel()
+        }
+        sending = [
+            self._node.send(self._peers[rank], sends[rank], tag=self._tag) for rank in others if sends[rank].numel()
+        ]
+        found = [
+            await receiving[rank]
+            if rank in receiving
+            else sends[rank].view(shapes[rank])
+            if rank == self._rank
+            else _room(sends[rank], shapes[rank])
+            for rank in range(len(self._peers))
+        ]
+        for operation in sending:
+            await operation
+        return found
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """The parts of a flat tensor, one after another."""
+    return parts[0] if isinstance(parts[0], Ghost) else torch.cat(list(parts))
+
+
+def _room(like: Tensor, shape: torch.Size) -> Tensor:
+    """Memory for a tensor of `shape`; a ghost knows the number of elements only."""
+    return like.new_empty(shape.numel()) if isinstance(like, Ghost) else like.new_empty(shape)
+
+
+def total(tensors: Sequence[Tensor]) -> Tensor:
+    """The sum of tensors, in their order; a new tensor."""
+    result = tensors[0].clone()
+    for each in tensors[1:]:
+        result += each
+    return result
+
+
+class Ended(BaseException):
+    """The run has ended: raised in a computation that waits for a collective."""
+
+
+class PausingThread:
+    """A thread that computes one function at a time. `carry_out` pauses it; it is called in the thread.
+
+    The thread runs from the first function to `end`, or until this object is freed.
+    `draws`: the functions use PyTorch's random generator, whose state is kept for each function while it pauses.
+    """
+
+    def __init__(self, *, draws: bool = False) -> None:
+        self._draws = draws
+        self._state: torch.Tensor | None = None
+        self._paused = False
+        self._channel = _Channel()
+        self._finalizer: weakref.finalize[..., PausingThread] | None = None
+
+    def _begin(self) -> None:
+        self._channel = _Channel()
+        thread = Thread(target=_serve, args=(self._channel,), name="split computation", daemon=True)
+        thread.start()
+        self._finalizer = weakref.finalize(self, _end, self._channel, thread)
+
+    def start(self, function: Callable[[], None]) -> CollectiveCall | None:
+        """Run a function to its first collective, or to its end (None). Raises its error.
+
+        A function that was left at a collective is given up.
+        """
+        self._state = None
+        if self._paused:
+            self.end()
+        if self._finalizer is None:
+            self._begin()
+        return self._go(function)
+
+    def end(self) -> None:
+        """End the thread; a function that was left at a collective is given up. `start` begins another."""
+        if self._finalizer is not None:
+            self._finalizer()
+        self._finalizer, self._paused = None, False
+
+    def resume(self, answer: Any) -> CollectiveCall | None:
+        """Continue behind a collective, whose result is `answer`."""
+        return self._go(answer)
+
+    def carry_out(self, call: CollectiveCall) -> Any:
+        """Pause the thread until the loop has the result of a collective."""
+        return self._channel.pause(call)
+
+    def _go(self, value: Any) -> CollectiveCall | None:
+        self._paused = False
+        call = self._drawing(value) if self._draws else self._channel.handed(value)
+        self._paused = call is not None
+        return call
+
+    def _drawing(self, value: Any) -> CollectiveCall | None:
+        before = torch.get_rng_state()
+        if self._state is not None:
+            torch.set_rng_state(self._state)
+        try:
+            return self._channel.handed(value)
+        finally:
+            self._state = torch.get_rng_state()
+            torch.set_rng_state(before)
+
+
+class _Channel:
+    """The two ends between the loop and the thread; each waits while the other runs."""
+
+    def __init__(self) -> None:
+        self.to_thread: SimpleQueue[Any] = SimpleQueue()
+        self.to_loop: SimpleQueue[tuple[CollectiveCall | None, BaseException | None]] = SimpleQueue()
+
+    def handed(self, value: Any) -> CollectiveCall | None:
+        self.to_thread.put(value)
+        call, error = self.to_loop.get()
+        if error is not None:
+            raise error
+        return call
+
+    def pause(self, call: CollectiveCall) -> Any:
+        self.to_loop.put((call, None))
+        answer = self.to_thread.get()
+        if isinstance(answer, Ended):
+            raise answer
+        return answer
+
+
+def _serve(channel: _Channel) -> None:
+    """Compute functions until the run ends."""
+    torch.autograd.set_multithreading_enabled(False)  # a backward on a device calls operators in this thread too
+    while True:
+        function = channel.to_thread.get()
+        if isinstance(function, Ended):
+            return
+        error: BaseException | None = None
+        try:
+            function()
+        except Ended:
+            return
+        except BaseException as raised:  # noqa: BLE001  (the loop raises it)
+            error = raised
+        del function
+        channel.to_loop.put((None, error))
+        del error
+
+
+def _end(channel: _Channel, thread: Thread) -> None:
+    """Unwind the thread: the interpreter may not end while it is inside of autograd."""
+    channel.to_thread.put(Ended())
+    thread.join(5.0)
 
 
 class PieceShare(NamedTuple):
@@ -41,7 +260,7 @@ END = PieceShare(0.0, 0.0, None)
 def piece_shares(cost: PassCost, forward: float, backward: float) -> list[PieceShare]:
     """The pieces of a forward, of a backward, or of both, that take these shares of the time of the model's.
 
-    >>> from dure.partition.tensor.recording import PassCost, Piece
+    >>> from dure.partition.tensor.ways import PassCost, Piece
     >>> piece_shares(PassCost([Piece(10, None)], [Piece(30, None)], 0), 0.5, 0.25)
     [PieceShare(forward=0.5, backward=0.25, call=None)]
     """

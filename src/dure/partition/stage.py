@@ -18,22 +18,21 @@ from torch import Tensor
 
 from dure.core.node import Ghost, StepPortion, StepTime
 from dure.job.gradient import Gradient
-from dure.partition.counts import StageCounts
 from dure.partition.messages import StageMessages
-from dure.partition.own_versions import average_versions, begin_versions, use_version, version
+from dure.partition.schedule import VersionLog
 from dure.partition.stage_module import Leaves, Passed, StageModule
-from dure.partition.versions import VersionLog
+from dure.partition.stage_state import StageCounts, average_versions, begin_versions, use_version, version
 
 if TYPE_CHECKING:
     from dure.core.meter import Meter
     from dure.core.node import Node
     from dure.job.gradient_source import Requester
     from dure.job.optimizer import FlatOptimizer
-    from dure.partition.action import Action
-    from dure.partition.batches import StageBatches
-    from dure.partition.block_times import PassShare
     from dure.partition.borders import Border
     from dure.partition.layout import StageLayout
+    from dure.partition.messages import StageBatches
+    from dure.partition.orders import Action
+    from dure.partition.profile import PassShare
     from dure.partition.shared_stage import SharedStage
 
 HALF = 0.5

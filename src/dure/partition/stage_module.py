@@ -24,8 +24,7 @@ from dure.job.isolated import Isolated
 from dure.job.replica import Replica
 from dure.partition.blocks import first_samples
 from dure.partition.borders import Kept
-from dure.partition.tensor.recording import PassCost, Recording
-from dure.partition.tensor.ways import Ways, refused
+from dure.partition.tensor.ways import PassCost, Recording, Ways, refused
 
 if TYPE_CHECKING:
     from dure.job.job import Job

@@ -10,7 +10,7 @@ from dure.job.initial_model import InitialModel
 
 if TYPE_CHECKING:
     from dure.job.job import Job
-    from dure.partition.block_times import BlockTimes
+    from dure.partition.profile import BlockTimes
     from dure.runtime.virtual.cluster import Cluster
 
 

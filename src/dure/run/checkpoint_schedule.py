@@ -1,4 +1,17 @@
-"""The checkpoints of a real run: when each is due, its round over all processes, and the last one after a signal."""
+"""The checkpoints of a real run: when each is due, its round over all processes, and the last one after a signal.
+
+| checkpoint  | method                         | where workers stop                                                    |
+|-------------|--------------------------------|-----------------------------------------------------------------------|
+| that is due | all workers at one clock       | at the clock that is due                                              |
+|             | workers at clocks of their own | the first at the clock that is due, the others at their next boundary |
+| before that | all workers at one clock       | at a clock that none has reached; a worker that has passed it, or has |
+|             |                                | begun the mini-batch after it, refuses, and a later one is tried      |
+|             | workers at clocks of their own | each at its next step boundary                                        |
+
+workers   suspended -----> all stopped? -> write the part -> saved -----> all written?
+servers                    save <-------- the driver calls                     |
+driver                        writes its own part  ----------------------> commit -> all continue
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,31 @@
-"""Failed and frozen processes of a real run: how they are seen, which start again, and when a failure ends the run."""
+"""Failed and frozen processes of a real run: how they are seen, which start again, and when a failure ends the run.
+
+The end of a connection shows a failure within milliseconds; the launcher knows the cause a moment later. An error that
+ends the run is raised once its cause is known. The failure of a worker ends a run only if every worker is needed. An
+error that a worker reports itself ends every run, unless the failure of another process explains it better.
+
+| state   | heartbeats | steps                | consequence                                                          |
+|---------|------------|----------------------|----------------------------------------------------------------------|
+| frozen  | none       | none                 | logged after `warn_after` seconds; after `frozen_after` seconds the  |
+|         |            |                      | process is evicted if the run can lose it, else the run ends         |
+| slow    | arrive     | none, while it works | logged after `warn_after` seconds; the run continues                 |
+| waiting | arrive     | none, while it waits | none: it waits for another process                                   |
+
+The servers' clock evicts workers for another reason (`topology.parameter_server.progress`): they make no steps while
+others wait for them.
+
+| updates                              | failed process                   | processes that go back to the checkpoint   |
+|--------------------------------------|----------------------------------|--------------------------------------------|
+| applied on arrival (Downpour)        | any server but the first         | that server; the others wait for it        |
+| applied on arrival                   | the first server, with the clock | all                                        |
+| in the clock's order, or coordinated | any server                       | all: a group is on all servers, or on none |
+| of the stages of a pipeline          | a worker that was killed         | all                                        |
+
+An acknowledged update is applied in memory. A server that is started again alone has lost the updates since the
+checkpoint; no update is applied twice. If all processes go back, the steps since the checkpoint are made again.
+
+A worker that has raised an error would raise it again, so nothing is started again after it.
+"""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from dure.job.initial_model import InitialModel
 from dure.job.job import Job
-from dure.partition.block_times import BlockTimes
+from dure.partition.profile import BlockTimes
 from dure.run.strategy import Strategy
 from dure.runtime.launch.interruption import Interruption
 from dure.runtime.virtual.cluster import Cluster

@@ -17,14 +17,14 @@ from dure.job.companions import Companions
 from dure.job.groups import scaled
 from dure.job.job import Job, dtype_named, load_job
 from dure.job.names import may_have_companions
-from dure.partition.block_times import BlockTimes
 from dure.partition.blocks import refuse_ties
 from dure.partition.cut import ANY, Speeds, is_by_profile
 from dure.partition.mesh import parts_of, pipeline_of, shared_of
 from dure.partition.pipeline import Pipeline
+from dure.partition.profile import BlockTimes
 from dure.partition.programmed import Programmed
+from dure.partition.schedule import Orders, check
 from dure.partition.shared_layers import SharedLayers
-from dure.partition.ticks import Orders, check
 from dure.run.config import TrainConfig
 from dure.run.devices import AUTO, CPU, check_use, devices_of
 from dure.run.places import is_started_outside

@@ -1,4 +1,16 @@
-"""The processes of a real run: their registration, their state and progress, and the calls to them."""
+"""The processes of a real run: their registration, their state and progress, and the calls to them.
+
+| state     | meaning                                                        | left by                          |
+|-----------|----------------------------------------------------------------|----------------------------------|
+| present   | the process has registered                                     | its failure                      |
+| ready     | the process has built its part of the run                      | the start of a new incarnation   |
+| evicted   | a worker that others go on without; its process still runs     | the worker's next report         |
+| failed    | the process ended before its work was done                     | the start of a new incarnation   |
+| finished  | a worker that has delivered its result                         |                                  |
+| dismissed | the process was told to exit, or killed, at the end of the run |                                  |
+
+A worker is living if it is neither failed, nor evicted, nor finished.
+"""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ import torch
 
 from dure.core.state import State
 from dure.errors import CheckpointError, StrategyError
-from dure.partition.counts import StageCounts
 from dure.partition.mesh import parts_of, pipeline_of
+from dure.partition.stage_state import StageCounts
 from dure.run.checkpoint import Checkpoint, fitting
 from dure.run.strategy import Strategy, make
 

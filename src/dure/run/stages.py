@@ -22,8 +22,8 @@ from dure.core.node_view import Names, NodeView
 from dure.core.ranges import equal_ranges
 from dure.job.initial_model import InitialModel
 from dure.job.source import JobSource
-from dure.partition.batches import PortionBatches, StageBatches
 from dure.partition.layout import StageLayout
+from dure.partition.messages import PortionBatches, StageBatches
 from dure.partition.shared_stage import SharedStage
 from dure.partition.source import StageSource
 from dure.partition.stage import Stage

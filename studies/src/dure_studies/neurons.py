@@ -81,8 +81,8 @@ def _settings() -> Mapping[str, Setting]:
 
 def _measure(_study: Study, _job: None, setting: Setting, _rounds: int, seed: int) -> Row:
     from dure.partition.methods.neurons import Neurons
+    from dure.partition.neurons.assignment import forecast, traffic, words_sent
     from dure.partition.neurons.layers import unit_model
-    from dure.partition.neurons.traffic import forecast, traffic, words_sent
 
     machines, name = setting.cluster.workers, setting.strategy
     layers, _ = unit_model(setting.facts["model"])

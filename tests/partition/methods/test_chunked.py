@@ -13,7 +13,7 @@ from support.stage_jobs import job_text
 from dure.errors import StrategyError
 from dure.partition.methods.interleaved import Interleaved
 from dure.partition.methods.zero_bubble import ZeroBubble
-from dure.partition.ticks import Orders, schedule
+from dure.partition.schedule import Orders, schedule
 from dure.run.strategy import make
 from dure.runtime.launch.fork_server import ForkServer
 

@@ -9,10 +9,8 @@ import torch
 from torch import nn
 
 from dure.job.models.local import LocallyConnected2d
-from dure.partition.neurons.assignment import even, shuffled
-from dure.partition.neurons.cut import by_cut, minimum_cut, nets_of
+from dure.partition.neurons.assignment import by_cut, even, minimum_cut, nets_of, shuffled, traffic, words_sent
 from dure.partition.neurons.layers import UnitLayer, unit_model
-from dure.partition.neurons.traffic import traffic, words_sent
 
 
 def stack(height: int, width: int, channels: int, kernels: list[int]) -> list[UnitLayer]:

@@ -14,8 +14,8 @@ from support.wording import raising
 import dure
 from dure.errors import StrategyError, UsageError
 from dure.partition.methods.neurons import Neurons
+from dure.partition.neurons.assignment import traffic, words_sent
 from dure.partition.neurons.layers import unit_model
-from dure.partition.neurons.traffic import traffic, words_sent
 
 OPTIONS = {"steps": 4, "seed": 3, "dtype": "float64", "batch_size": 8, "optimizer": "momentum:lr=0.1"}
 LOCAL = "digits-local:channels=2"

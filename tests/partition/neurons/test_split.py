@@ -11,11 +11,9 @@ from torch import Tensor, nn
 
 from dure.job.models.local import LocallyConnected2d
 from dure.partition.methods.neurons import split_plan
-from dure.partition.neurons.assignment import Assignment, by_layers, even, shuffled
+from dure.partition.neurons.assignment import Assignment, by_layers, even, shuffled, traffic
 from dure.partition.neurons.layers import UnitLayer, unit_model
-from dure.partition.neurons.traffic import traffic
-from dure.partition.tensor.recording import Recording
-from dure.partition.tensor.ways import CollectiveCall, Ways
+from dure.partition.tensor.ways import CollectiveCall, Recording, Ways
 from tests.support.ways import on_ways
 
 SAMPLES = 3

@@ -10,9 +10,8 @@ from support.runs import virtual
 from torch import nn
 
 from dure.partition.methods.neurons import Neurons
-from dure.partition.neurons.assignment import even, shuffled
+from dure.partition.neurons.assignment import even, forecast, shuffled, traffic, words_sent
 from dure.partition.neurons.layers import unit_model
-from dure.partition.neurons.traffic import forecast, traffic, words_sent
 from dure.runtime.virtual.cluster import Cluster, Link
 from dure.runtime.virtual.compute import Constant
 

@@ -12,7 +12,7 @@ from support.stage_jobs import job_text
 from support.wording import raising
 
 from dure.errors import DivergedError, DureError
-from dure.partition.tensor.computation import PausingThread
+from dure.partition.shared_stage import PausingThread
 from dure.partition.tensor.ways import CollectiveCall
 
 CALL = CollectiveCall("all_reduce", [torch.zeros(1)], [torch.Size([1])])

@@ -18,9 +18,8 @@ from transformers import AlbertConfig, AlbertModel, BertConfig, BertModel
 
 from dure.errors import UsageError
 from dure.job.models.char_gpt import decoder
-from dure.partition.tensor.each_layer import columns, rows
-from dure.partition.tensor.found_plans import megatron
 from dure.partition.tensor.plan import SplitPlan
+from dure.partition.tensor.plans import columns, megatron, rows
 from dure.partition.tensor.sequence import by_positions
 from dure.partition.tensor.ways import CollectiveCall, Ways
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dure.partition.tensor.linear import Column, Row
+from dure.partition.tensor.layers import Column, Row
 from dure.partition.tensor.plan import SplitPlan
 from dure.partition.tensor.ways import Ways
 from tests.support.ways import on_ways

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from dure.core.ranges import equal_ranges
-from dure.partition.tensor.loss import split_cross_entropy
+from dure.partition.tensor.layers import split_cross_entropy
 from dure.partition.tensor.ways import Ways
 
 WORDS = 11

@@ -9,8 +9,7 @@ import torch
 from support.ways import on_ways
 from torch import Tensor, nn
 
-from dure.partition.tensor.found_plans import megatron
-from dure.partition.tensor.pairs import pairs
+from dure.partition.tensor.plans import megatron, pairs
 from dure.partition.tensor.ways import Ways
 
 IMAGES = torch.randn(4, 3, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(2))

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from dure.core.parameter import parameter
 from dure.job.optimizer import OptimizerSpec
-from dure.partition.action import Action
+from dure.partition.orders import Action
 from dure.partition.pipeline import Pipeline
 from dure.partition.synthesizer import Predictor, Synthesizer, check, share_of
 

@@ -25,14 +25,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from dure.core.parameter import parameter
-from dure.partition.action import Action
-from dure.partition.orders import pipedream
+from dure.partition.orders import Action, pipedream
 from dure.partition.pipeline import Pipeline
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from dure.partition.weights import StageWeights
+    from dure.partition.pipeline import StageWeights
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from dure.partition.action import Action
-from dure.partition.micro import MicroBatched
-from dure.partition.orders import gpipe
+from dure.partition.orders import Action, gpipe
+from dure.partition.pipeline import MicroBatched
 
 
 @dataclass(frozen=True)

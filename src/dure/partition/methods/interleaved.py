@@ -19,9 +19,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from dure.core.parameter import parameter
-from dure.partition.action import Action
-from dure.partition.micro import MicroBatched
-from dure.partition.orders import interleaved, round_size
+from dure.partition.orders import Action, interleaved, round_size
+from dure.partition.pipeline import MicroBatched
 
 
 @dataclass(frozen=True)

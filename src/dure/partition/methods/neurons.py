@@ -14,10 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from dure.core.parameter import parameter
-from dure.partition.neurons.assignment import by_layers, check_used, even, from_file, shuffled
-from dure.partition.neurons.cut import by_cut
-from dure.partition.neurons.layers import unit_model
-from dure.partition.neurons.split import Units
+from dure.partition.neurons.assignment import by_cut, by_layers, check_used, even, from_file, shuffled
+from dure.partition.neurons.layers import Units, unit_model
 from dure.partition.shared_layers import SharedLayers
 from dure.partition.tensor.plan import SplitPlan
 

@@ -15,9 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from dure.partition.action import Action
-from dure.partition.micro import MicroBatched
-from dure.partition.orders import one_f_one_b
+from dure.partition.orders import Action, one_f_one_b
+from dure.partition.pipeline import MicroBatched
 
 
 @dataclass(frozen=True)

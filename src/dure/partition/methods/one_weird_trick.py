@@ -29,9 +29,9 @@ from dure.core.parameter import parameter
 from dure.errors import UsageError
 from dure.partition.blocks import is_sequence
 from dure.partition.shared_layers import SharedLayers
-from dure.partition.tensor.linear import CONVOLUTIONS, Column, unchanged
-from dure.partition.tensor.pairs import layers_of, pairs
+from dure.partition.tensor.layers import CONVOLUTIONS, Column, unchanged
 from dure.partition.tensor.plan import SplitPlan
+from dure.partition.tensor.plans import layers_of, pairs
 from dure.partition.tensor.trunk import Junction, Scheme
 
 if TYPE_CHECKING:

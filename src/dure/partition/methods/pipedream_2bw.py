@@ -18,14 +18,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from dure.core.parameter import parameter
-from dure.partition.action import Action
-from dure.partition.micro import MicroBatched
-from dure.partition.orders import one_f_one_b_on
+from dure.partition.orders import Action, one_f_one_b_on
+from dure.partition.pipeline import MicroBatched
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from dure.partition.weights import StageWeights
+    from dure.partition.pipeline import StageWeights
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from dure.core.parameter import parameter
 from dure.partition.shared_layers import SharedLayers
-from dure.partition.tensor.each_layer import columns, rows
-from dure.partition.tensor.found_plans import megatron
+from dure.partition.tensor.plans import columns, megatron, rows
 from dure.partition.tensor.sequence import by_positions
 
 if TYPE_CHECKING:

@@ -25,9 +25,8 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from dure.core.parameter import parameter
-from dure.partition.action import Action
-from dure.partition.micro import MicroBatched
-from dure.partition.orders import looped, v_shaped, zero_bubble, zero_bubble_2, zero_bubble_v
+from dure.partition.orders import Action, looped, v_shaped, zero_bubble, zero_bubble_2, zero_bubble_v
+from dure.partition.pipeline import MicroBatched
 
 ORDERS = {"h1": zero_bubble, "h2": zero_bubble_2, "v": zero_bubble_v}
 

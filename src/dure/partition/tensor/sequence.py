@@ -20,11 +20,9 @@ from torch import Tensor, nn
 from dure.core.ranges import equal_ranges
 from dure.errors import UsageError
 from dure.job.models.char_gpt import Block, Embedding, Head
-from dure.partition.tensor.linear import Column, Row, unchanged
-from dure.partition.tensor.operators import collected, gathered, scattered, sliced
-from dure.partition.tensor.plan import SplitPlan
-from dure.partition.tensor.shard import ParameterShard
-from dure.partition.tensor.ways import Ways
+from dure.partition.tensor.layers import Column, Row, unchanged
+from dure.partition.tensor.plan import ParameterShard, SplitPlan
+from dure.partition.tensor.ways import Ways, collected, gathered, scattered, sliced
 
 DIM = 1
 """The dimension of positions in activations (batch, positions, width)."""

@@ -27,10 +27,9 @@ from torch import Tensor, nn
 
 from dure.core.ranges import Ranges, equal_ranges
 from dure.errors import UsageError
-from dure.partition.tensor.operators import collected, gathered, sliced
-from dure.partition.tensor.pairs import layers_of
-from dure.partition.tensor.shard import ParameterShard
-from dure.partition.tensor.ways import Ways
+from dure.partition.tensor.plan import ParameterShard
+from dure.partition.tensor.plans import layers_of
+from dure.partition.tensor.ways import Ways, collected, gathered, sliced
 
 Scheme = Literal["gather", "turns", "mixed"]
 

@@ -3,6 +3,22 @@
 A computation calls `Ways` in the middle of a forward or a backward. `carry_out` is the function that takes a collective
 to the other workers and returns its result: in a run it pauses the computation's thread (`computation.py`), and a
 recording of shapes answers with zeros (`recording.py`).
+
+Operators of split layers: functions of tensors whose forward or backward has a collective over `Ways`.
+
+| operator    | forward        | backward       | the next operations are              | name in the papers      |
+|-------------|----------------|----------------|--------------------------------------|-------------------------|
+| `copied`    | the tensor     | all-reduce     | parts, one at each worker            | f                       |
+| `summed`    | all-reduce     | the gradient   | the same at all workers              | g                       |
+| `gathered`  | all-gather     | own slice      | the same at all workers              |                         |
+| `sliced`    | own slice      | all-gather     | parts, one at each worker            |                         |
+| `collected` | all-gather     | reduce-scatter | parts, one at each worker            | g, sequence parallel    |
+| `scattered` | reduce-scatter | all-gather     | the same for all slices              | g-bar, likewise         |
+
+Slices are along one dimension, of given `sizes`. Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3;
+Korthikanti et al., "Reducing Activation Recomputation", arXiv 2205.05198, section 4.2.
+
+The collectives of a part of a model and the operations between them, found by one forward and one backward.
 """
 
 from __future__ import annotations
@@ -13,6 +29,10 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
+
+from dure.core.flop_counter import FlopCounter
+from dure.core.node import Ghost
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "exchange"]
 
@@ -117,3 +137,161 @@ class Ways:
     def _carried(self, collective: CollectiveCall) -> Any:
         self.counts[collective.kind] += 1
         return self.carry_out(collective)
+
+
+OnSlices = Callable[[Ways, Tensor, Sequence[int], int], Tensor]
+"""A function of the ways, a tensor, and the sizes of the slices of a dimension."""
+
+
+class _Copied(Function):
+    @staticmethod
+    def forward(ctx: Any, ways: Ways, tensor: Tensor) -> Tensor:
+        ctx.ways = ways
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return None, ctx.ways.all_reduce(gradients[0])
+
+
+class _Summed(Function):
+    @staticmethod
+    def forward(ctx: Any, ways: Ways, tensor: Tensor) -> Tensor:
+        return ways.all_reduce(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return None, gradients[0]
+
+
+class _Across(Function):
+    """An operator on slices of one dimension: `there` is its forward, `back` its backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, there: OnSlices, back: OnSlices, ways: Ways, tensor: Tensor, sizes: Sequence[int], dim: int
+    ) -> Tensor:
+        ctx.back, ctx.ways, ctx.sizes, ctx.dim = back, ways, sizes, dim
+        return there(ways, tensor, sizes, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return None, None, None, ctx.back(ctx.ways, gradients[0], ctx.sizes, ctx.dim), None, None
+
+
+def _own(ways: Ways, tensor: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
+    """The slice of this worker."""
+    return torch.split(tensor, list(sizes), dim)[ways.rank].contiguous()
+
+
+def _sum(ways: Ways, tensor: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
+    """The slice of this worker in the sum over all."""
+    return ways.reduce_scatter(torch.split(tensor, list(sizes), dim))
+
+
+def _all(ways: Ways, tensor: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
+    """The slices of all workers, joined."""
+    dim %= tensor.dim()
+    shapes = [torch.Size((*tensor.shape[:dim], size, *tensor.shape[dim + 1 :])) for size in sizes]
+    return torch.cat(ways.all_gather(tensor, shapes), dim)
+
+
+def copied(ways: Ways, tensor: Tensor) -> Tensor:
+    """The tensor, which all workers have; its gradient is the sum of theirs.
+
+    Layers that read the same tensor one after another share one copy, and so one all-reduce of its gradient.
+    """
+    found = ways.copy_of(tensor)
+    if found is None:
+        found = _Copied.apply(ways, tensor)  # type: ignore[no-untyped-call]
+        ways.keep_copy(tensor, found)
+    ways.enter()
+    return found
+
+
+def summed(ways: Ways, tensor: Tensor) -> Tensor:
+    """The sum of the workers' tensors, which all workers have."""
+    ways.leave()
+    found: Tensor = _Summed.apply(ways, tensor)  # type: ignore[no-untyped-call]
+    return found
+
+
+def gathered(ways: Ways, tensor: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
+    """The workers' slices joined, for operations that all workers repeat."""
+    ways.leave()
+    found: Tensor = _Across.apply(_all, _own, ways, tensor, sizes, dim)  # type: ignore[no-untyped-call]
+    return found
+
+
+def sliced(ways: Ways, tensor: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
+    """This worker's slice of a tensor that all workers have."""
+    found: Tensor = _Across.apply(_own, _all, ways, tensor, sizes, dim)  # type: ignore[no-untyped-call]
+    ways.enter()
+    return found
+
+
+def collected(ways: Ways, tensor: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
+    """The workers' slices joined, for operations of which each worker computes a part."""
+    ways.leave()
+    found: Tensor = _Across.apply(_all, _sum, ways, tensor, sizes, dim)  # type: ignore[no-untyped-call]
+    ways.enter()
+    return found
+
+
+def scattered(ways: Ways, tensor: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
+    """This worker's slice of the sum of the workers' tensors."""
+    ways.leave()
+    found: Tensor = _Across.apply(_sum, _all, ways, tensor, sizes, dim)  # type: ignore[no-untyped-call]
+    ways.enter()
+    return found
+
+
+class Piece(NamedTuple):
+    """Operations up to a collective, of which only the sizes are known; None at the end of a pass."""
+
+    flops: float
+    call: CollectiveCall | None
+
+
+class PassCost(NamedTuple):
+    """The pieces of a forward and of a backward, and the bytes that are kept between them."""
+
+    forward: Sequence[Piece]
+    backward: Sequence[Piece]
+    kept: int
+
+
+class Recording:
+    """Answers collectives with zeros, and counts the operations before each."""
+
+    def __init__(self) -> None:
+        self._counter = FlopCounter()
+        self._pieces: list[Piece] = []
+        self._counted = 0.0
+
+    def pieces(self, function: Callable[[], None]) -> list[Piece]:
+        """The pieces of a function whose collectives are those of `carry_out`."""
+        self._counter, self._pieces, self._counted = FlopCounter(), [], 0.0
+        with self._counter:
+            function()
+        self._add(None)
+        return self._pieces
+
+    def carry_out(self, call: CollectiveCall) -> Any:
+        """Zeros of the shapes of a collective's result."""
+        self._add(CollectiveCall(call.kind, [_sized(each) for each in call.sends], call.receives))
+        found = [torch.zeros(shape, dtype=each.dtype, device=each.device) for shape, each in _results(call)]
+        return found if call.kind in ("all_gather", "exchange") else found[0]
+
+    def _add(self, call: CollectiveCall | None) -> None:
+        counted = float(self._counter.get_total_flops())
+        self._pieces.append(Piece(counted - self._counted, call))
+        self._counted = counted
+
+
+def _results(call: CollectiveCall) -> Sequence[tuple[torch.Size, Tensor]]:
+    return [(shape, call.sends[0]) for shape in call.receives]
+
+
+def _sized(tensor: Tensor) -> Any:
+    return Ghost(tensor.numel(), tensor.element_size())

@@ -1,4 +1,4 @@
-"""Linear layers and convolutions split over workers: by outputs (column parallel) and by inputs (row parallel).
+"""Layers that several workers share: linear layers and convolutions, embeddings, and losses split by vocabulary.
 
     Y = X A^T + b                 A: outputs x inputs, as in `torch.nn.Linear`; for convolutions both are channels
 
@@ -9,6 +9,16 @@
 
 Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3. Filters of convolutions are split in the same way, as Yadan
 et al., "Multi-GPU Training of ConvNets", arXiv 1312.5853, do beside data parallelism.
+
+Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3. The shards may be uneven, so the vocabulary needs no
+padding.
+
+Of `positions` of a text and V words, gathering the logits would send positions x V elements. This sends three for each
+position: its largest logit, the sum of exponentials, and the logit of its target.
+
+    loss = log(sum_j exp(z_j - m)) + m - z_target          m: the largest logit; sums and maxima over all workers
+
+Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3.
 """
 
 from __future__ import annotations
@@ -17,14 +27,17 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.autograd import Function
+from torch.nn.functional import embedding, linear
 
-from dure.partition.tensor.operators import copied, gathered, sliced, summed
-from dure.partition.tensor.shard import ParameterShard, even_shards
-from dure.partition.tensor.ways import Ways
+from dure.core.ranges import equal_ranges
+from dure.errors import UsageError
+from dure.partition.tensor.plan import ParameterShard, even_shards
+from dure.partition.tensor.ways import Ways, copied, gathered, sliced, summed
 
 Apply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """A layer as a function of inputs, weight and bias."""
@@ -185,3 +198,85 @@ def _cut(layer: nn.Module, shards: Mapping[str, Sequence[ParameterShard]], rank:
             name: shards[name][rank].of(each) if name in shards else each for name, each in layer.named_parameters()
         }
     return found["weight"].detach(), found["bias"].detach() if "bias" in found else None
+
+
+class VocabularyPart(nn.Module):
+    """The rows `start` to `stop` of an embedding at one worker. Every worker gets the embeddings of all words."""
+
+    def __init__(self, weight: Tensor, start: int, padding: int | None, ways: Ways) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+        self.start = start
+        self.padding = padding
+        self.ways = ways
+
+    def forward(self, words: Tensor) -> Tensor:
+        own = words - self.start
+        known = (own >= 0) & (own < self.weight.shape[0])
+        padding = None if self.padding is None else self.padding - self.start
+        if padding is not None and not 0 <= padding < self.weight.shape[0]:
+            padding = None
+        found = embedding(own.where(known, torch.zeros_like(own)), self.weight, padding)
+        return summed(self.ways, found * known.unsqueeze(-1))
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """A split of an `nn.Embedding` by rows."""
+
+    def shards(self, layer: nn.Module, size: int) -> Mapping[str, Sequence[ParameterShard]]:
+        return {"weight": even_shards(layer.get_parameter("weight").shape[0], size, dim=0)}
+
+    def split(self, layer: nn.Module, ways: Ways) -> nn.Module:
+        assert isinstance(layer, nn.Embedding)
+        if layer.max_norm is not None or layer.scale_grad_by_freq or layer.sparse:
+            raise UsageError(
+                "an embedding with max_norm, scale_grad_by_freq or sparse cannot be split by vocabulary: build it "
+                "without them, or leave it whole."
+            )
+        shard = self.shards(layer, ways.size)["weight"][ways.rank]
+        weight = shard.of(layer.weight.detach())
+        return VocabularyPart(weight, int(shard.index[0]), layer.padding_idx, ways)
+
+
+IGNORED = -100
+"""The target of positions without a loss, as in `torch.nn.functional.cross_entropy`."""
+
+
+class _CrossEntropy(Function):
+    @staticmethod
+    def forward(ctx: Any, ways: Ways, logits: Tensor, targets: Tensor, start: int) -> Tensor:
+        each = ways.all_gather(logits.amax(dim=1), [targets.shape] * ways.size)
+        largest = torch.stack(each).amax(dim=0)
+        exponentials = (logits - largest[:, None]).exp()
+        own = targets - start
+        here = (own >= 0) & (own < logits.shape[1])
+        place = own.where(here, torch.zeros_like(own))[:, None]
+        found = logits.gather(1, place)[:, 0] * here
+        total, found = ways.all_reduce(torch.stack([exponentials.sum(dim=1), found]))
+        kept = targets != IGNORED
+        losses = (total.log() + largest - found) * kept
+        count = kept.sum()
+        ctx.save_for_backward(exponentials / total[:, None], place, here, kept, count)
+        mean: Tensor = losses.sum() / count
+        return mean
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        softmax, place, here, kept, count = ctx.saved_tensors
+        gradient = softmax.clone()
+        gradient.scatter_add_(1, place, -here.to(gradient.dtype)[:, None])
+        gradient *= (kept * (gradients[0] / count))[:, None]
+        return None, gradient, None, None
+
+
+def split_cross_entropy(ways: Ways, logits: Tensor, targets: Tensor, words: int) -> Tensor:
+    """The mean cross-entropy of `words` classes, of which each worker has the logits of an even range.
+
+    `logits` are (..., own words), `targets` (...) of whole numbers; those that are -100 do not count.
+    """
+    ways.leave()
+    start = equal_ranges(words, ways.size)[ways.rank][0]
+    flat, wanted = logits.flatten(0, -2), targets.flatten()
+    found: Tensor = _CrossEntropy.apply(ways, flat, wanted, start)  # type: ignore[no-untyped-call]
+    return found

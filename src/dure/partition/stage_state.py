@@ -1,4 +1,4 @@
-"""Versions of a worker's parameters: several models at one worker, each with its own state of the optimizer.
+"""What one worker of a pipeline keeps beside its parameters: versions of them, and the figures of its stage.
 
 The worker keeps them with its declared state, so a checkpoint has all of them. Its `params` are those of the version
 that was updated last.
@@ -6,7 +6,10 @@ that was updated last.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -17,6 +20,7 @@ if TYPE_CHECKING:
 
     from dure.job.gradient_source import Requester
     from dure.job.optimizer import FlatOptimizer
+
 
 PARAMS = "params"
 
@@ -86,3 +90,47 @@ def _mean(each: list[Tensor]) -> Tensor:
     for values in each[1:]:
         total.add_(values)
     return total.div_(len(each))
+
+
+@dataclass(slots=True)
+class StageCounts:
+    """Figures of one worker of a pipeline, for the record of a run.
+
+    `staleness` counts updates by the number of updates between their forward and them. `most_versions` is the largest
+    number of weights kept at once, the newest included; `most_sets` that of micro-batches between forward and backward,
+    and `most_activation_nbytes` that of the bytes kept for these backwards. `collectives` counts those between workers
+    that share layers, by kind, and `collective_nbytes` the bytes of their payloads.
+    """
+
+    staleness: Counter[int] = field(default_factory=Counter)
+    most_versions: int = 1
+    most_sets: int = 0
+    most_activation_nbytes: int = 0
+    collectives: Counter[str] = field(default_factory=Counter)
+    collective_nbytes: Counter[str] = field(default_factory=Counter)
+
+    def count_collective(self, kind: str, nbytes: int) -> None:
+        """Count a collective with a payload of `nbytes`."""
+        self.collectives[kind] += 1
+        self.collective_nbytes[kind] += nbytes
+
+    def plain(self) -> dict[str, Any]:
+        """The figures as values that JSON has."""
+        found = {
+            "staleness": {str(behind): count for behind, count in sorted(self.staleness.items())},
+            "versions": self.most_versions,
+            "sets": self.most_sets,
+            "activation_bytes": self.most_activation_nbytes,
+        }
+        if self.collectives:
+            found["collectives"] = dict(sorted(self.collectives.items()))
+            found["collective_bytes"] = dict(sorted(self.collective_nbytes.items()))
+        return found
+
+    def restore(self, plain: Mapping[str, Any]) -> None:
+        """Go on from the figures of `plain`."""
+        self.staleness = Counter({int(behind): int(count) for behind, count in plain["staleness"].items()})
+        self.most_versions, self.most_sets = plain["versions"], plain["sets"]
+        self.most_activation_nbytes = plain["activation_bytes"]
+        self.collectives = Counter(plain.get("collectives", {}))
+        self.collective_nbytes = Counter(plain.get("collective_bytes", {}))
