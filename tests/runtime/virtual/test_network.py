@@ -15,7 +15,8 @@ from support.machines import placed
 
 from dure.core.collective_cost import HEADER, SMALL
 from dure.runtime.virtual.cluster import Cluster, Link, Machines, ServerMachines
-from dure.runtime.virtual.network import Network, Pair, PlainMessage, SharingQueue, Transfer, weights
+from dure.runtime.virtual.network import Network, Pair, PlainMessage, weights
+from dure.runtime.virtual.sharing import SharingQueue, Transfer
 
 MIB = 2**20
 

@@ -25,15 +25,11 @@ All rules:
 - messages between workers of one machine do not use the card. Each worker has a link inside the machine, with a queue
   in each direction as that of a card. Alone, a message takes the inner latency + alpha + bytes / inner bandwidth;
 - bytes that stay within a machine are counted separately, as `bytes_local`;
-- where the cluster is one `host`, nodes are processes that share its cores (`runtime.virtual.cores`): a message takes
+- where the cluster is one `host`, nodes are processes that share its cores (`runtime.virtual.sharing`): a message takes
   alpha + bytes * beta in the process of its sender, then the latency of the link, then as much in the process of its
   receiver;
 - a message from a node that has crashed arrives if it had left the node's card entirely, else it is lost. Messages on
   their way to that node are lost.
-
-A queue counts in a time of its own: the bytes that a transfer of weight 1, present since the queue was last empty,
-would have got. In that time the end of a transfer is constant, so an arrival or a departure costs O(log n)
-(Demers, Keshav, Shenker 1989; Parekh, Gallager 1993).
 """
 
 from __future__ import annotations
@@ -42,7 +38,6 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush, heapreplace
 from itertools import repeat
 from typing import Protocol
 
@@ -50,10 +45,8 @@ import numpy as np
 
 from dure.core.collective_cost import COLLECTIVES, Cost, HostedRanks, Path, Paths
 from dure.runtime.virtual.cluster import Cluster
-from dure.runtime.virtual.cores import Cores, Process
 from dure.runtime.virtual.kernel import Kernel
-
-_EGRESS, _INGRESS, _BOTH = 1, 2, 3
+from dure.runtime.virtual.sharing import EGRESS, INGRESS, Cores, Process, Processor, SharingQueue, Transfer
 
 _BLOCK = 512  # weights drawn at once
 
@@ -97,146 +90,6 @@ class PlainMessage:
     def arrive(self) -> None:
         if self._network.received(self):
             self._deliver()
-
-
-class Transfer:
-    """A message on the wire. `pending` has a bit for each side that is not done; `weight` is its share of a queue."""
-
-    __slots__ = ("message", "nbytes", "pending", "weight")
-
-    def __init__(self, message: Message, weight: float = 1.0) -> None:
-        self.message = message
-        self.nbytes = message.wire
-        self.weight = weight
-        self.pending = _BOTH
-
-
-class SharingQueue:
-    """One direction of one card: transfers share `bandwidth` bytes per second in proportion to their weights.
-
-    `bit` is the side of a `Transfer` that this queue serves; `left` is called when both sides of a transfer are done.
-    """
-
-    __slots__ = ("_due", "_fire", "_heap", "_last", "_left", "_sequence", "_total", "_virtual", "active", "bandwidth",
-                 "bit", "kernel")  # fmt: skip
-
-    def __init__(self, kernel: Kernel, bandwidth: float, bit: int, left: Callable[[Transfer], None]) -> None:
-        self.kernel = kernel
-        self.bandwidth = bandwidth
-        self.bit = bit
-        self.active = 0  # transfers in service; the heap may also hold removed ones
-        self._total = 0.0  # sum of their weights
-        self._left = left
-        self._heap: list[tuple[float, int, Transfer]] = []
-        self._sequence = 0
-        self._virtual = 0.0  # bytes per transfer of weight 1, as of `_last`
-        self._last = 0.0
-        self._due = math.inf  # time of the next event; an event that fires earlier is stale
-        self._fire = self.fire
-
-    def add(self, transfer: Transfer) -> None:
-        """Start to serve `transfer`."""
-        now = self.kernel.now
-        active = self.active
-        if active:
-            virtual = self._virtual = self._virtual + (now - self._last) * self.bandwidth / self._total
-        else:
-            self._heap.clear()
-            virtual = self._virtual = 0.0
-            self._total = 0.0
-        self._last = now
-        self.active = active + 1
-        self._total = total = self._total + transfer.weight
-        self._sequence += 1
-        heap = self._heap
-        tag = virtual + transfer.nbytes / transfer.weight
-        heappush(heap, (tag, self._sequence, transfer))
-        # An arrival delays every other end: only a new first one can bring the next event forward.
-        if heap[0][2] is transfer:
-            due = now + (tag - virtual) * total / self.bandwidth
-            if due < self._due:
-                self._due = due
-                self.kernel.at(due, self._fire)
-
-    def remove(self, transfer: Transfer) -> None:
-        """Remove an unfinished `transfer`."""
-        now = self.kernel.now
-        self._virtual += (now - self._last) * self.bandwidth / self._total
-        self._last = now
-        transfer.pending &= ~self.bit
-        self.active -= 1
-        self._total -= transfer.weight
-        self._schedule(now)
-
-    def fire(self) -> None:
-        """Handle an event: finish the transfers that end now, and schedule the next event."""
-        now = self.kernel.now
-        if now < self._due:
-            return
-        self._due = math.inf
-        heap, bit = self._heap, self.bit
-        while heap and not heap[0][2].pending & bit:
-            heappop(heap)
-        if not heap:
-            return
-        tag, _, transfer = heap[0]
-        due = self._last + (tag - self._virtual) * self._total / self.bandwidth
-        if due > now:
-            self._due = due
-            self.kernel.at(due, self._fire)
-            return
-        self._virtual, self._last = tag, now
-        if len(heap) == 1:  # the most frequent case
-            heap.clear()
-            self.active = 0
-            transfer.pending ^= bit
-            if not transfer.pending:
-                self._left(transfer)
-            return
-        done: list[Transfer] = []
-        while heap and heap[0][0] <= tag:
-            transfer = heappop(heap)[2]
-            if transfer.pending & bit:
-                transfer.pending ^= bit
-                self.active -= 1
-                self._total -= transfer.weight
-                if not transfer.pending:
-                    done.append(transfer)
-        if heap:
-            self._schedule(now)
-        for transfer in done:
-            self._left(transfer)
-
-    def _schedule(self, now: float) -> None:
-        heap, bit = self._heap, self.bit
-        while heap and not heap[0][2].pending & bit:
-            heappop(heap)
-        if heap:
-            due = max(now, self._last + (heap[0][0] - self._virtual) * self._total / self.bandwidth)
-            if due < self._due:
-                self._due = due
-                self.kernel.at(due, self._fire)
-
-
-class Processor:
-    """The cores of a host. Requests are served in order, each by the core that is free first."""
-
-    __slots__ = ("_free",)
-
-    def __init__(self, cores: int) -> None:
-        self._free = [0.0] * cores
-
-    def reserve(self, now: float, seconds: float) -> float:
-        """Take `seconds` of a core from `now` on. Return the time at which they end."""
-        free = self._free
-        first = free[0]
-        done = (now if now > first else first) + seconds
-        heapreplace(free, done)
-        return done
-
-    def clear(self) -> None:
-        """Drop all requests after a crash of the machine."""
-        self._free[:] = [0.0] * len(self._free)
 
 
 class Pair:
@@ -369,7 +222,7 @@ class Network:
             if index in (pair.src, pair.dst):
                 pair.backlog = None
                 transfer = pair.current
-                if transfer is not None and (pair.dst == index or transfer.pending & _EGRESS):
+                if transfer is not None and (pair.dst == index or transfer.pending & EGRESS):
                     pair.current = None
                     for queue in (pair.egress, pair.ingress):
                         if transfer.pending & queue.bit:
@@ -468,8 +321,8 @@ class Network:
 
     def _both_directions(self, bandwidth: float) -> tuple[SharingQueue, SharingQueue]:
         return (
-            SharingQueue(self.kernel, bandwidth, _EGRESS, self._left),
-            SharingQueue(self.kernel, bandwidth, _INGRESS, self._left),
+            SharingQueue(self.kernel, bandwidth, EGRESS, self._left),
+            SharingQueue(self.kernel, bandwidth, INGRESS, self._left),
         )
 
     def reverse(self, pair: Pair) -> Pair:

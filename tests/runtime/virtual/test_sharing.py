@@ -10,8 +10,8 @@ from support.machines import placed
 import dure
 from dure.runtime.virtual.cluster import Cluster, Link, Machines, RoundCost, SharedHost
 from dure.runtime.virtual.compute import Constant
-from dure.runtime.virtual.cores import Cores, Process
 from dure.runtime.virtual.kernel import Kernel
+from dure.runtime.virtual.sharing import Cores, Process
 
 
 class Bench:
