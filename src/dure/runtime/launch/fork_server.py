@@ -247,8 +247,11 @@ class _ForkLoop:
         self.read = 0
         self.main: Callable[..., None]
 
-    def serve(self) -> None:
-        """Serve requests until the launcher closes their pipe, then end all children."""
+    def serve(self) -> Mapping[str, Any] | None:
+        """Serve requests until the launcher closes their pipe, then end all children and return None.
+
+        In a child, return the arguments of `main`.
+        """
         for end in self.ends:
             os.set_inheritable(end, False)
         os.set_blocking(self.ended, False)
@@ -269,52 +272,34 @@ class _ForkLoop:
             piece = os.read(self.ends.requests, 1 << 16)
             if not piece:
                 self._end_all()
-                return
+                return None
             *lines, pending = (pending + piece).split(b"\n")
-            for line in lines:
-                self._obey(json.loads(line))
+            for request in map(json.loads, lines):
+                if "clear" in request:
+                    self._end_all()
+                elif "setup" in request:
+                    self.main = self.load(request["setup"])
+                    self._pass_on_own()
+                elif self._fork(request["start"]):
+                    return {"name": request["start"], **request["arguments"]}
 
-    def _obey(self, request: Mapping[str, Any]) -> None:
-        if "clear" in request:
-            self._end_all()
-        elif "setup" in request:
-            self.main = self.load(request["setup"])
-            self._pass_on_own()
-        else:
-            self._fork(request["start"], request["arguments"])
-
-    def _fork(self, name: str, arguments: Mapping[str, Any]) -> None:
+    def _fork(self, name: str) -> bool:
+        """Fork the process `name`. Return whether this process is the child."""
         fork_server = os.getpid()
         relay.flush()  # the child would write the content of the buffers again
         source, sink = os.pipe()
         pid = os.fork()
-        if pid:
-            with contextlib.suppress(OSError):  # it has ended
-                os.setpgid(pid, pid)  # the child does the same; the first of both counts
-            os.close(sink)
-            os.set_blocking(source, False)
-            self.outputs[source] = _Output(source, relay.Prefixed(name, self.ends.shown))
-            self.children[pid] = name, self.outputs[source].lines
-            self._tell({"started": name, "pid": pid})
-            return
-        status = 1
-        try:
+        if not pid:
             self._settle(source, sink, fork_server)
-            self.main(name=name, **arguments)
-            status = 0
-        except SystemExit as end:
-            status = end.code if isinstance(end.code, int) else 1
-            if isinstance(end.code, str):
-                sys.stderr.write(f"{end.code}\n")
-        except DureError as error:  # the launcher reports the last line
-            sys.stderr.write(f"{sentence(str(error))}\n")
-        except BaseException as error:  # noqa: BLE001  (the launcher reports the last line)
-            relay.flush()
-            sys.stderr.write(traceback_of(error))
-            sys.stderr.write(f"{sentence(''.join(traceback.format_exception_only(error)))}\n")
-        finally:
-            relay.flush()
-            os._exit(status)
+            return True
+        with contextlib.suppress(OSError):  # it has ended
+            os.setpgid(pid, pid)  # the child does the same; the first of both counts
+        os.close(sink)
+        os.set_blocking(source, False)
+        self.outputs[source] = _Output(source, relay.Prefixed(name, self.ends.shown))
+        self.children[pid] = name, self.outputs[source].lines
+        self._tell({"started": name, "pid": pid})
+        return False
 
     def _settle(self, source: int, sink: int, fork_server: int) -> None:
         """Set up the child: own standard streams and signals, and exit with the launcher and the fork server."""
@@ -390,5 +375,24 @@ def serve(ends: Ends, load: Callable[[Mapping[str, Any]], Callable[..., None]]) 
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)
-    _ForkLoop(ends, load).serve()
-    os._exit(0)  # skips the interpreter's clean-up, for which the launcher would wait
+    loop = _ForkLoop(ends, load)
+    arguments = loop.serve()
+    if arguments is None:
+        os._exit(0)  # skips the interpreter's clean-up, for which the launcher would wait
+    status = 1  # this process is a child
+    try:
+        loop.main(**arguments)
+        status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else 1
+        if isinstance(end.code, str):
+            sys.stderr.write(f"{end.code}\n")
+    except DureError as error:  # the launcher reports the last line
+        sys.stderr.write(f"{sentence(str(error))}\n")
+    except BaseException as error:  # noqa: BLE001  (the launcher reports the last line)
+        relay.flush()
+        sys.stderr.write(traceback_of(error))
+        sys.stderr.write(f"{sentence(''.join(traceback.format_exception_only(error)))}\n")
+    finally:
+        relay.flush()
+        os._exit(status)

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -25,7 +26,7 @@ from dure.core.protocol import COUNT, Method, RemoteService, check, remote
 from dure.errors import DureError, GreetingLost, Refused, RemoteError
 from dure.job.gradient import GradientWork
 from dure.runtime.process.transfers import lane_of
-from dure.runtime.wire import Credentials, Identity, Loss, Request, Respond, Wire, WireLimits
+from dure.runtime.wire import Credentials, Identity, Loss, OnDone, Request, Respond, Wire, WireLimits
 
 if TYPE_CHECKING:
     import torch
@@ -85,10 +86,10 @@ class ProcessNode:
         self.on_lost: Callable[[Loss], None] | None = None
         self.refuses: Callable[[Identity], str | None] = lambda caller: None
         self.collectives: Callable[[Sequence[int]], Group] | None = None
-        self.wire = Wire(identity, Hosting(self), limits=limits, credentials=credentials)
+        self._hosting = Hosting(self)
+        self.wire = Wire(identity, self._hosting, limits=limits, credentials=credentials)
         self.loop.wire = self.wire
         self.lane = lane_of(device, self.loop.poll)
-        self.dispatcher = Dispatcher(self.name, self.loop, self.services)
         self._connector = Connector(self.name, self.loop, self.directory)
         self._outbox = Outbox(self)
         self.serve("outbox", self._outbox)
@@ -138,7 +139,7 @@ class ProcessNode:
     ) -> Operation[Reply]:
         operation: Operation[Reply] = Operation(self.loop, f"{method} of {service.service} at {service.node}")
         if service.node == self.name:
-            self.dispatcher.call_own(operation, service.service, Call(self.name, method, fields, tensors), into)
+            self._hosting.call_own(operation, service.service, Call(self.name, method, fields, tensors), into)
             return operation
 
         def done(answer: Reply | RemoteError) -> None:
@@ -147,24 +148,25 @@ class ProcessNode:
             else:
                 operation.resolve(answer)
 
-        def send(
-            tensors: Sequence[torch.Tensor], into: Sequence[torch.Tensor] | None, done: Callable[[Any], None]
-        ) -> None:
-            request = Request(service.service, method, tensors, into, fields, timeout or CALL_SECONDS, at_most)
-
-            def start(error: RemoteError | None) -> None:
-                if error is not None:
-                    operation.fail(error)
-                elif not operation.done:
-                    operation.on_cancel = self.wire.call(service.node, request, done).cancel
-
-            self._connector.when_connected(service.node, start)
-
-        if self.lane is None:
-            send(tensors, into, done)
+        request = Request(service.service, method, tensors, into, fields, timeout or CALL_SECONDS, at_most)
+        if self.lane is not None:
+            self.lane.carry(operation, service.node, request, partial(self._send, operation, service.node), done)
+        elif self.wire.connected(service.node):  # the most frequent case; `_send` does the same
+            operation.on_cancel = self.wire.call(service.node, request, done).cancel
         else:
-            self.lane.carry(operation, service.node, tensors, into, send, done)
+            self._send(operation, service.node, request, done)
         return operation
+
+    def _send(self, operation: Operation[Reply], peer: str, request: Request, done: OnDone) -> None:
+        """Send the request of `operation` once `peer` is connected."""
+
+        def start(error: RemoteError | None) -> None:
+            if error is not None:
+                operation.fail(error)
+            elif not operation.done:
+                operation.on_cancel = self.wire.call(peer, request, done).cancel
+
+        self._connector.when_connected(peer, start)
 
     def send(self, peer: str, tensor: torch.Tensor, *, tag: int = 0) -> Operation[None]:
         return self._outbox.put(peer, tensor, tag)
@@ -217,7 +219,7 @@ class ProcessNode:
 
 
 class Hosting:
-    """The wire's callbacks of a node: admission of callers, requests, and lost connections."""
+    """The host's side of a node: the callbacks of its wire, and the answers of its services."""
 
     def __init__(self, node: ProcessNode) -> None:
         self._node = node
@@ -243,14 +245,14 @@ class Hosting:
             respond(error)
             return
         except Exception as error:  # noqa: BLE001  (a defect of the check: logged, and answered)
-            respond(self._node.dispatcher.failed(service, call, error))
+            respond(self._failed(service, call, error))
             return
-        lane, dispatcher = self._node.lane, self._node.dispatcher
+        lane = self._node.lane
         if lane is None:
-            dispatcher.handle(service, call, respond, isolated=True)
+            self._handle(service, call, respond, isolated=True)
         else:
             call = replace(call, tensors=lane.received(call.tensors))
-            dispatcher.handle(service, call, lane.answering(call, respond), isolated=True)
+            self._handle(service, call, lane.answering(call, respond), isolated=True)
 
     def lost(self, loss: Loss) -> None:
         node = self._node
@@ -263,14 +265,7 @@ class Hosting:
         if node.on_lost is not None:
             node.on_lost(loss)
 
-
-class Dispatcher:
-    """Calls the `services` of the process `name`, and answers with their replies or errors."""
-
-    def __init__(self, name: str, loop: Loop, services: Mapping[str, Service]) -> None:
-        self._name = name
-        self._loop = loop
-        self._services = services
+    # ---- calls of the services of this process, from other processes and from its own roles
 
     def call_own(
         self, operation: Operation[Reply], service: str, call: Call, into: Sequence[torch.Tensor] | None
@@ -287,9 +282,9 @@ class Dispatcher:
                 answer.release()
             operation.resolve(answer)
 
-        self.handle(service, call, answered)
+        self._handle(service, call, answered)
 
-    def handle(
+    def _handle(
         self, service: str, call: Call, respond: Callable[[Reply | RemoteError], None], *, isolated: bool = False
     ) -> None:
         """Answer `call` by a service of this node, at once or later.
@@ -297,16 +292,18 @@ class Dispatcher:
         An error in the handler of an `isolated` call fails that call but not this process.
         """
         try:
-            answer = self._services[service].handle(call)
+            answer = self._node.services[service].handle(call)
         except Exception as error:  # noqa: BLE001  (an error of the handler is the answer)
             respond(self._answer(service, call, error, isolated=isolated))
             return
         if isinstance(answer, Reply):
             respond(answer)
             return
-        later: Operation[Reply] = (
-            answer if isinstance(answer, Operation) else self._loop.spawn(answer, f"{call.method} for {call.caller}")  # type: ignore[arg-type]
-        )
+        later: Operation[Reply]
+        if isinstance(answer, Operation):
+            later = answer
+        else:
+            later = self._node.loop.spawn(answer, f"{call.method} for {call.caller}")  # type: ignore[arg-type]
 
         def done() -> None:
             try:
@@ -326,11 +323,11 @@ class Dispatcher:
             return Refused(str(error))
         if not isolated:
             raise error
-        return self.failed(service, call, error)
+        return self._failed(service, call, error)
 
-    def failed(self, service: str, call: Call, error: Exception) -> Refused:
+    def _failed(self, service: str, call: Call, error: Exception) -> Refused:
         """Log the `error` of a handler. Return the answer for the caller."""
-        place = f"{call.method} of {service} at {self._name}"
+        place = f"{call.method} of {service} at {self._node.name}"
         log.error("%s, called by %s, has failed.", place, call.caller, exc_info=error)
         return Refused(f"{place} has failed with {type(error).__name__}: {error}")
 
@@ -447,15 +444,21 @@ class ProcessLoop(Loop):
 
     def run_until(self, operation: Operation[T]) -> T:
         """Run the loop until `operation` is done. Return its value."""
-        while True:
+        self.run_ready()
+        while not operation.done:
+            self._wait(IDLE_SECONDS)
             self.run_ready()
-            if operation.done:
-                return operation.result()
-            self.turn(IDLE_SECONDS)
             self.check()
+            self.run_ready()
+        return operation.result()
 
     def turn(self, longest: float) -> None:
         """Run one round: wait at most `longest` seconds for the wire or a timer, then run what is due."""
+        self._wait(longest)
+        self.run_ready()
+
+    def _wait(self, longest: float) -> None:
+        """Wait at most `longest` seconds for the wire or a timer, and run their callbacks."""
         if self._timers:
             longest = min(longest, max(0.0, self._timers[0][0] - time.monotonic()))
         self.waiting = True
@@ -467,4 +470,3 @@ class ProcessLoop(Loop):
         now = time.monotonic()
         while self._timers and self._timers[0][0] <= now:
             heapq.heappop(self._timers)[2]()
-        self.run_ready()

@@ -29,6 +29,7 @@ from dure.core.node import Call, Operation, Reply
 
 if TYPE_CHECKING:
     from dure.errors import RemoteError
+    from dure.runtime.wire import Request
 
 SLOTS = 2
 """Buffers per key: one travels while the next is copied."""
@@ -41,8 +42,8 @@ Done = Callable[["Reply | RemoteError"], None]
 
 Poll = Callable[[Callable[[], bool]], None]
 
-Send = Callable[[Tensors, Tensors | None, Done], None]
-"""Starts a call with its tensors, and with memory for those of its reply; both are on the host."""
+Send = Callable[["Request", Done], None]
+"""Starts a call whose tensors, and memory for those of its reply, are on the host."""
 
 
 @dataclass(slots=True, eq=False)
@@ -116,17 +117,16 @@ class Lane:
 
     # ---- messages
 
-    def carry(
-        self, operation: Operation[Reply], peer: str, tensors: Tensors, into: Tensors | None, send: Send, done: Done
-    ) -> None:
-        """Make a call of `peer` by `send`, with tensors and `into` on the device or on the host.
+    def carry(self, operation: Operation[Reply], peer: str, request: Request, send: Send, done: Done) -> None:
+        """Make a call of `peer` by `send`; its tensors and `into` are on the device or on the host.
 
         `done` gets the answer. On the caller's stream, `into` holds the tensors of the reply then. Calls of one peer
         leave in their order.
         """
         key = f"calls of {peer}"
+        tensors, into = request.tensors, request.into
         if not (_on_device(tensors) or _on_device(into or ()) or self._queues.get(key)):
-            send(tensors, into, done)
+            send(request, done)
             return
 
         def leave(message: LaneMessage) -> None:
@@ -134,7 +134,8 @@ class Lane:
                 self._release(message)
                 return
             room = None if into is None else cut(message.incoming, message.into)
-            send(cut(message.outgoing, message.tensors), room, lambda answer: done(self._arrived(message, answer)))
+            on_host = replace(request, tensors=cut(message.outgoing, message.tensors), into=room)
+            send(on_host, lambda answer: done(self._arrived(message, answer)))
 
         message = LaneMessage(key, tensors, into or (), self._here().record_event(), leave)
         operation.when_done(lambda: self._release(message))

@@ -164,8 +164,8 @@ class Connection:
         if self.closed or self._closing:
             frame.abort()
             frame.on_sent()
-        else:
-            self._post(frame)
+        elif self._enqueue(frame):
+            self._write()
         return frame
 
     def withdraw(self, frame: Outgoing) -> bool:
@@ -251,18 +251,19 @@ class Connection:
         raw = meta if isinstance(meta, bytes) else encode_meta(meta)
         return Outgoing(header, raw, payload, self.seals)
 
-    def _post(self, frame: Outgoing) -> None:
+    def _enqueue(self, frame: Outgoing) -> bool:
+        """Count a frame and queue it. Return whether it can leave at once."""
         self.traffic.messages_sent += 1
         self.traffic.overhead_nbytes_sent += frame.nbytes[0]
         self.traffic.payload_nbytes_sent += frame.nbytes[1]
         self.queue.append(frame)
-        if len(self.queue) == 1 and not self._connecting:
-            self._write()
+        return len(self.queue) == 1 and not self._connecting
 
     def _send_last(self, kind: Kind, meta: Mapping[str, Any] | bytes) -> None:
         self._closing = True
         self.paused = False
-        self._post(self._frame(kind, meta, (), 0))
+        if self._enqueue(self._frame(kind, meta, (), 0)):
+            self._write()
         self._watch()
 
     def _connected(self) -> None:

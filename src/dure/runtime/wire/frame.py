@@ -26,8 +26,9 @@ from typing import Any, NamedTuple
 
 import xxhash
 
+from dure.core.node import nothing
 from dure.errors import DamagedFrame, Refused
-from dure.runtime.wire.seals import PlainSeals, Seal, Seals, check_tag
+from dure.runtime.wire.seals import PlainSeals, Seals, check_tag
 
 MAGIC = b"dure"
 VERSION = 2
@@ -134,10 +135,6 @@ def decode_meta(raw: bytes) -> dict[str, Any]:
     return meta
 
 
-def _nothing() -> None:
-    return None
-
-
 class Outgoing:
     """A frame to send: `peek` at the next bytes, send some, `advance` by their number.
 
@@ -146,8 +143,8 @@ class Outgoing:
     """
 
     __slots__ = (
-        "_aborted", "_copied", "_head", "_header", "_last", "_left", "_meta", "_payload", "_seal", "_seals",
-        "kind", "nbytes", "on_sent", "request", "started",
+        "_aborted", "_copied", "_head", "_header", "_last", "_left", "_meta", "_payload", "_seals",
+        "nbytes", "on_sent", "started",
     )  # fmt: skip
 
     def __init__(
@@ -160,12 +157,9 @@ class Outgoing:
         self._meta = meta
         self._seals = seals or PlainSeals()
         sealed = self._seals.tag_nbytes + (self._seals.trailer_nbytes if size else 0)
-        self.kind = header.kind
-        self.request = header.request
         self.nbytes = (HEADER_NBYTES + len(meta) + sealed, size)
-        self.on_sent: Callable[[], None] = _nothing
+        self.on_sent: Callable[[], None] = nothing
         self.started = False
-        self._seal: Seal | None = None
         self._aborted = self._last = False
         self._copied = size <= SMALL_NBYTES
         self._payload = deque([memoryview(b"".join(payload))] if self._copied and size else payload)
@@ -180,9 +174,9 @@ class Outgoing:
     def peek(self) -> memoryview:
         """The next bytes to send; empty after the last."""
         if not self.started:
-            self._start()
-        if not self._head and not self._left and not self._last:
-            self._close()
+            self._seal()
+        elif not self._head and not self._left and not self._last:
+            self._head, self._last = memoryview(self._seals.trailer(self._aborted)), True
         if self._head or not self._left:
             return self._head
         return _ZEROS[: self._left] if self._aborted else self._payload[0][:PIECE_NBYTES]
@@ -192,9 +186,7 @@ class Outgoing:
         if self._head:
             self._head = self._head[nbytes:]
             return
-        sent = self.peek()[:nbytes]
-        assert self._seal is not None
-        self._seal.update(sent)
+        self._seals.update(self.peek()[:nbytes])
         self._left -= nbytes
         if self._aborted:
             return
@@ -208,26 +200,18 @@ class Outgoing:
             self._aborted = True
             self._payload.clear()
 
-    def _start(self) -> None:
+    def _seal(self) -> None:
+        """Seal the frame: it is its turn to leave. A small payload leaves together with its header and trailer."""
         self.started = True
         parts: list[bytes | memoryview]
         parts = [self._header, self._meta, self._seals.tag(self._header, self._meta)]
-        if self._left:
-            self._seal = self._seals.payload()
         if self._copied:
             for view in self._payload:
-                assert self._seal is not None
-                self._seal.update(view)
-                parts += [view, self._seal.close(False)]
+                self._seals.update(view)
+                parts += [view, self._seals.trailer(False)]
             self._payload.clear()
-            self._left = 0
-            self._last = True
+            self._left, self._last = 0, True
         self._head = memoryview(b"".join(parts))
-
-    def _close(self) -> None:
-        assert self._seal is not None
-        self._head = memoryview(self._seal.close(self._aborted))
-        self._last = True
 
 
 @dataclass(slots=True)
@@ -278,7 +262,6 @@ class Parser:
         self._raw_header = b""
         self._meta: bytes | bytearray = b""
         self._header: Header | None = None
-        self._seal: Seal | None = None
         self._targets: deque[memoryview] = deque()
         self._dropping = False
         self._left = 0
@@ -329,7 +312,7 @@ class Parser:
                     return self._frame
             elif stage is _Stage.PAYLOAD:
                 self._stage = _Stage.TRAILER
-            elif not self._at_trailer():
+            elif self._stop - self._start < self._trailer_nbytes:
                 return None
             else:
                 return self._finish()
@@ -370,7 +353,6 @@ class Parser:
         if header.payload_nbytes and header.kind not in _WITH_PAYLOAD:
             raise DamagedFrame(f"a {header.kind.name} announces {header.payload_nbytes} bytes of payload, it has none.")
         self._header = header
-        self._seal = None
         size = header.meta_nbytes + self.seals.tag_nbytes
         if size <= self._stop - self._start:  # the most frequent case
             self._meta = self._pop(size)
@@ -390,9 +372,9 @@ class Parser:
         if xxhash.xxh3_64_intdigest(raw) != header.meta_check:
             raise DamagedFrame("a frame's meta does not match its checksum.")
         check_tag(tag, self.seals.tag(self._raw_header, raw))
-        self._seal = self.seals.payload() if header.payload_nbytes else None
         self._frame = Frame(header, decode_meta(raw)) if self.reads else Frame(header, {}, raw)
         self._dropping = False
+        self._trailer_nbytes = self.seals.trailer_nbytes if header.payload_nbytes else 0
         self._stage = _Stage.PLACING if header.payload_nbytes else _Stage.TRAILER
         return self._stage is _Stage.PLACING
 
@@ -410,27 +392,19 @@ class Parser:
 
     def _filled(self, nbytes: int, piece: memoryview | None = None) -> None:
         if self._stage is _Stage.PAYLOAD:
-            assert self._seal is not None
-            self._seal.update(self._targets[0][:nbytes] if piece is None else piece)
+            self.seals.update(self._targets[0][:nbytes] if piece is None else piece)
         self._left -= nbytes
         if self._targets:
             self._targets[0] = self._targets[0][nbytes:]
             if not self._targets[0]:
                 self._targets.popleft()
 
-    def _at_trailer(self) -> bool:
-        return self._stop - self._start >= self._trailer_nbytes()
-
-    def _trailer_nbytes(self) -> int:
-        assert self._header is not None
-        return self.seals.trailer_nbytes if self._header.payload_nbytes else 0
-
     def _finish(self) -> Frame:
         assert self._frame is not None
         frame, self._frame = self._frame, None
-        size = self._trailer_nbytes()
-        if self._seal is not None:
-            frame.aborted = self._seal.check(self._pop(size))
+        size = self._trailer_nbytes
+        if size:
+            frame.aborted = self.seals.check(self._pop(size))
         frame.complete = True
         frame.sealed_nbytes = self.seals.tag_nbytes + size
         self._stage = _Stage.HEADER

@@ -124,22 +124,11 @@ class Digest(Protocol):
     def digest(self) -> bytes: ...
 
 
-class Seal(Protocol):
-    """The seal of one payload: `update` with each piece in order, then `close` (sender) or `check` (receiver)."""
-
-    def update(self, piece: memoryview, /) -> None: ...
-
-    def close(self, aborted: bool) -> bytes:
-        """Return the trailer; `aborted` marks a frame that its sender has cancelled."""
-        ...
-
-    def check(self, trailer: bytes) -> bool:
-        """Return whether the sender has aborted the frame. Raises `DamagedFrame` for an invalid trailer."""
-        ...
-
-
 class Seals(Protocol):
-    """The seals of one direction of a connection: for each frame a tag, then the seal of its payload if any."""
+    """The seals of one direction of a connection, whose frames follow one another: `tag` begins the next frame.
+
+    If it has a payload: `update` with each piece in order, then `trailer` (sender) or `check` (receiver).
+    """
 
     @property
     def tag_nbytes(self) -> int:
@@ -155,28 +144,15 @@ class Seals(Protocol):
         """Return the tag of the next frame. The receiver compares it with the received one (`check_tag`)."""
         ...
 
-    def payload(self) -> Seal:
-        """Return the seal for the payload of the frame of the last tag."""
+    def update(self, piece: memoryview, /) -> None: ...
+
+    def trailer(self, aborted: bool) -> bytes:
+        """Return the trailer; `aborted` marks a frame that its sender has cancelled."""
         ...
 
-
-class _Plain:
-    __slots__ = ("_hash", "update")
-
-    def __init__(self) -> None:
-        self._hash = xxhash.xxh3_64()
-        self.update = self._hash.update
-
-    def close(self, aborted: bool) -> bytes:
-        digest = self._hash.intdigest()
-        return (digest ^ _ALL_ONES if aborted else digest).to_bytes(8, "little")
-
     def check(self, trailer: bytes) -> bool:
-        got = int.from_bytes(trailer, "little")
-        digest = self._hash.intdigest()
-        if got not in (digest, digest ^ _ALL_ONES):
-            raise DamagedFrame("a frame's payload does not match its checksum.")
-        return got != digest
+        """Return whether the sender has aborted the frame. Raises `DamagedFrame` for an invalid trailer."""
+        ...
 
 
 class PlainSeals:
@@ -186,33 +162,20 @@ class PlainSeals:
     trailer_nbytes = 8
 
     def tag(self, header: bytes, meta: bytes) -> bytes:
+        self._hash = xxhash.xxh3_64()
         return b""
 
-    def payload(self) -> Seal:
-        return _Plain()
+    def update(self, piece: memoryview, /) -> None:
+        self._hash.update(piece)
 
-
-class _Keyed:
-    """Seal under a key: `mac` contains count, header and meta; `close` adds the digest of the payload."""
-
-    __slots__ = ("_digest", "_mac", "update")
-
-    def __init__(self, mac: hashlib.blake2b, digest: Digest) -> None:
-        self._mac = mac
-        self._digest = digest
-        self.update = digest.update
-
-    def close(self, aborted: bool) -> bytes:
-        mac = self._mac.copy()
-        mac.update(self._digest.digest() + (b"aborted" if aborted else b"whole"))
-        return mac.digest()
+    def trailer(self, aborted: bool) -> bytes:
+        digest = self._hash.intdigest()
+        return (digest ^ _ALL_ONES if aborted else digest).to_bytes(8, "little")
 
     def check(self, trailer: bytes) -> bool:
-        if hmac.compare_digest(trailer, self.close(False)):
-            return False
-        if hmac.compare_digest(trailer, self.close(True)):
-            return True
-        raise _forged()
+        if trailer not in (self.trailer(False), self.trailer(True)):
+            raise DamagedFrame("a frame's payload does not match its checksum.")
+        return trailer == self.trailer(True)
 
 
 class KeyedSeals:
@@ -234,10 +197,23 @@ class KeyedSeals:
         mac = self._mac = self._empty.copy()
         mac.update(self._count.to_bytes(8, "little") + header + meta)
         self._count += 1
+        self._payload = self._digest()
         return mac.digest()
 
-    def payload(self) -> Seal:
-        return _Keyed(self._mac, self._digest())
+    def update(self, piece: memoryview, /) -> None:
+        self._payload.update(piece)
+
+    def trailer(self, aborted: bool) -> bytes:
+        mac = self._mac.copy()  # a receiver asks for both trailers of a frame
+        mac.update(self._payload.digest() + (b"aborted" if aborted else b"whole"))
+        return mac.digest()
+
+    def check(self, trailer: bytes) -> bool:
+        if hmac.compare_digest(trailer, self.trailer(False)):
+            return False
+        if hmac.compare_digest(trailer, self.trailer(True)):
+            return True
+        raise _forged()
 
 
 def check_tag(got: bytes, expected: bytes) -> None:
