@@ -20,8 +20,8 @@ from support.flood import flood, sockets_of
 from support.raw_caller import frame
 from support.real_runs import Trial, configured
 
-from dure.runtime.wire.connection import unix_name
 from dure.runtime.wire.frame import Kind
+from dure.runtime.wire.reactor import unix_name
 from dure.runtime.wire.seals import NONCE_NBYTES, PROOF_NBYTES, REFUSAL, Prover
 
 NOBODY = 65534

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from dure.runtime.wire.connection import connect_unix, is_loopback, is_mine, listen_unix, unix_name
+from dure.runtime.wire.reactor import connect_unix, is_loopback, is_mine, listen_unix, unix_name
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="abstract names are Linux's")
 

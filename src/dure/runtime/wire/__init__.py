@@ -4,11 +4,11 @@
 |---|---|
 | `wire` | `Wire`: all connections of a process |
 | `caller`, `host` | the two ends of a connection: handshake, calls and requests, answers |
-| `connection` | one connection, over TCP or a Unix socket |
+| `connection` | one connection: frames over a socket |
 | `frame` | frames as bytes, and back; no input or output |
 | `seals` | the key of a run, the proof that both ends have it, checksums and authentication of frames |
 | `memory` | tensors as bytes; memory for requests, within a budget; bulk in memory which two processes map |
-| `reactor` | selector, timers, wake-ups, the helper thread |
+| `reactor` | TCP and Unix sockets, selector, timers, wake-ups, the helper thread |
 | `values` | identities, requests, losses, traffic, limits |
 """
 

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from dure.core.node import Reply, TensorSpec, nothing
 from dure.errors import CallTimeout, DamagedFrame, GreetingLost, PeerLost, Refused, RemoteError
-from dure.runtime.wire.connection import Connection, Shared, begin_connection
+from dure.runtime.wire.connection import Connection, Shared
 from dure.runtime.wire.frame import Frame, Kind, encode_meta
 from dure.runtime.wire.memory import Lease, announced, bytes_of, described, fitting, nbytes_of, spec_of, specs_told
+from dure.runtime.wire.reactor import begin_connection
 from dure.runtime.wire.seals import Prover
 from dure.runtime.wire.values import Identity, Loss, OnDone, Request
 

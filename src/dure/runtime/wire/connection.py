@@ -1,21 +1,12 @@
-"""One connection: its socket, and the frames that it carries in both directions. The meaning of a frame is its side's.
-
-Processes of one machine use a Unix socket in addition to a TCP port. It costs the kernel less than TCP over loopback
-(measured: 31 against 43 ms for 100 MB in both directions). A host that listens on a loopback port also listens on
-`unix_name(port)`; callers try that first. Any process of the machine can take the name, so each side checks that the
-other belongs to the same user, and otherwise uses TCP.
-"""
+"""One connection: the frames that its socket carries in both directions. The meaning of a frame is its side's."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import select
 import selectors
 import socket
-import struct
-import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -33,20 +24,14 @@ from dure.runtime.wire.frame import (
     encode_meta,
     job_code,
 )
-from dure.runtime.wire.memory import Borrower, Lender, Staging
+from dure.runtime.wire.memory import Borrower, Lender, Staging, process_behind
+from dure.runtime.wire.reactor import Reactor, tune
 from dure.runtime.wire.seals import REFUSAL, UNPROVEN_NBYTES, Credentials, KeyedSeals, PlainSeals, Seals
 from dure.runtime.wire.values import HostCallbacks, Identity, PeerTraffic, WireLimits
 
 if TYPE_CHECKING:
     import torch
 
-    from dure.runtime.wire.reactor import Reactor
-
-_CREDENTIALS = struct.Struct("3i")  # process, user, group
-
-IS_LINUX = sys.platform == "linux"  # only Linux has abstract names, and tells the user of a peer
-
-_SOCKET_NBYTES = 4 << 20
 
 _WAKE_NBYTES = 1 << 20  # while bulk data arrive, sleep until so much is available
 
@@ -403,103 +388,3 @@ class Connection:
         if low != self._low and not self.closed:
             self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, low)
             self._low = low
-
-
-def tune(sock: socket.socket) -> None:
-    """Set large buffers; over TCP also no delay, and keep-alives that find a failed machine in about 5 seconds."""
-    sock.setblocking(False)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SOCKET_NBYTES)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_NBYTES)
-    if sock.family not in (socket.AF_INET, socket.AF_INET6):
-        return
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 2), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 3)):
-        if hasattr(socket, name):
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether `host` is this machine's loopback address."""
-    return host.startswith("127.")
-
-
-def unix_name(port: int) -> str:
-    """Abstract name of the Unix socket beside TCP port `port`. The name ends with its socket."""
-    return f"\0dure port {port}"
-
-
-def listen_unix(port: int) -> socket.socket | None:
-    """Make a listening socket; None where the system has no abstract names, or the name is taken."""
-    if not IS_LINUX:
-        return None
-    sock = socket.socket(socket.AF_UNIX)
-    try:
-        sock.bind(unix_name(port))
-        sock.listen(1024)
-    except OSError:
-        sock.close()
-        return None
-    return sock
-
-
-def connect_unix(port: int) -> socket.socket | None:
-    """Make a connected, non-blocking socket; None if that is not possible."""
-    if not IS_LINUX:
-        return None
-    sock = socket.socket(socket.AF_UNIX)
-    sock.setblocking(False)
-    if sock.connect_ex(unix_name(port)) == 0 and is_mine(sock):
-        return sock
-    sock.close()
-    return None
-
-
-def is_mine(sock: socket.socket) -> bool:
-    """Whether the other end of a connected Unix socket is a process of this user."""
-    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return bool(_CREDENTIALS.unpack(raw)[1] == os.getuid())
-
-
-def process_behind(sock: socket.socket) -> int | None:
-    """Id of the process at the other end of a Unix socket; None if this process may not map its memory."""
-    if not IS_LINUX or sock.family != socket.AF_UNIX:
-        return None
-    process: int = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))[0]
-    return process if process and os.access(f"/proc/{process}/fd", os.R_OK | os.X_OK) else None
-
-
-def has_memory(process: int | None) -> bool:
-    """Whether a process of this machine still has memory. A killed process loses it before its sockets."""
-    try:
-        with open(f"/proc/{process}/statm") as file:
-            return int(file.read().split()[0]) > 0
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def begin_connection(address: tuple[str, int]) -> socket.socket:
-    """Start to connect a socket to `address`. Raises `PeerLost` if that fails at once."""
-    near = connect_unix(address[1]) if is_loopback(address[0]) else None
-    if near is not None:
-        return near
-    try:
-        family, kind, protocol, _, resolved = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
-        sock = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise PeerLost(f"{endpoint(*address)} can't be reached: {error.strerror}") from None
-    sock.setblocking(False)
-    code = sock.connect_ex(resolved)
-    if code not in (0, errno.EINPROGRESS, errno.EWOULDBLOCK):
-        sock.close()
-        raise PeerLost(f"{endpoint(*address)} can't be reached: {errno.errorcode.get(code, code)}")
-    return sock
-
-
-def endpoint(host: str, port: int) -> str:
-    """A host and a port as text; an IPv6 address has brackets.
-
-    >>> endpoint("10.0.0.1", 80), endpoint("fd00::1", 80)
-    ('10.0.0.1:80', '[fd00::1]:80')
-    """
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -10,22 +10,30 @@ accepted ── CHALLENGE ──► greeting ── PROOF ──► proven ─�
 from __future__ import annotations
 
 import socket
-import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from dure.core.node import Call, Reply, TensorSpec
 from dure.errors import DamagedFrame, PeerLost, Refused, RemoteError
-from dure.runtime.wire.connection import Connection, Shared, has_memory
+from dure.runtime.wire.connection import Connection, Shared
 from dure.runtime.wire.frame import Frame, Kind
-from dure.runtime.wire.memory import Lease, Share, announced, bytes_of, described, fitting, nbytes_of, spec_of
+from dure.runtime.wire.memory import (
+    Lease,
+    Share,
+    Stall,
+    announced,
+    bytes_of,
+    described,
+    fitting,
+    has_memory,
+    nbytes_of,
+    spec_of,
+)
 from dure.runtime.wire.seals import NONCE_NBYTES, Prover
-from dure.runtime.wire.values import Identity, Loss, WireLimits
+from dure.runtime.wire.values import Identity, Loss
 
 _LOOK_SECONDS = 0.25  # period of the check on callers that wait for memory
-
-_LONGEST_LOOK_SECONDS = 1.0
 
 
 class Callers:
@@ -479,27 +487,3 @@ class Answer:
             inbound.connection.send(
                 Kind.REPLY, meta, payload, request=self._request, on_sent=lambda: events.append(answer.release)
             )
-
-
-class Stall:
-    """Seconds for which a payload has stalled; a caller looks several times a second.
-
-    A pause of this process counts as `_LONGEST_LOOK_SECONDS` at most, since it left received bytes unread.
-    """
-
-    def __init__(self, limits: WireLimits) -> None:
-        self._limits = limits
-        self._seconds = 0.0
-        self._looked = self._received = 0.0
-
-    def begin(self, received_nbytes: int) -> None:
-        """Start the count for a new payload."""
-        self._seconds, self._looked, self._received = 0.0, time.monotonic(), received_nbytes
-
-    def is_over(self, received_nbytes: int) -> bool:
-        """Whether the stall is too long, given the number of bytes received so far."""
-        now = time.monotonic()
-        gap, self._looked = min(now - self._looked, _LONGEST_LOOK_SECONDS), now
-        came, self._received = received_nbytes - self._received, received_nbytes
-        self._seconds = 0.0 if came > self._limits.least_speed * gap else self._seconds + gap
-        return self._seconds >= self._limits.stall_seconds

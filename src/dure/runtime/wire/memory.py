@@ -30,6 +30,8 @@ from __future__ import annotations
 
 import os
 import secrets
+import socket
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
@@ -38,7 +40,10 @@ import torch
 from dure.core.node import TensorSpec
 from dure.errors import DamagedFrame
 from dure.runtime.memory import MappedMemory
+from dure.runtime.wire.reactor import CREDENTIALS, IS_LINUX
+from dure.runtime.wire.values import WireLimits
 
+_LONGEST_LOOK_SECONDS = 1.0  # longest time that a look adds to a stall
 ALIGNMENT = 64  # bytes
 
 _ROUND = 1 << 12
@@ -360,3 +365,44 @@ class Borrower:
         while self._nbytes > self._budget_nbytes and len(self._kept) > 1:
             self._nbytes -= self._kept.popitem(last=False)[1].numel()
         return memory.bytes
+
+
+def process_behind(sock: socket.socket) -> int | None:
+    """Id of the process at the other end of a Unix socket; None if this process may not map its memory."""
+    if not IS_LINUX or sock.family != socket.AF_UNIX:
+        return None
+    process: int = CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))[0]
+    return process if process and os.access(f"/proc/{process}/fd", os.R_OK | os.X_OK) else None
+
+
+def has_memory(process: int | None) -> bool:
+    """Whether a process of this machine still has memory. A killed process loses it before its sockets."""
+    try:
+        with open(f"/proc/{process}/statm") as file:
+            return int(file.read().split()[0]) > 0
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+class Stall:
+    """Seconds for which a payload has stalled; a caller looks several times a second.
+
+    A pause of this process counts as `_LONGEST_LOOK_SECONDS` at most, since it left received bytes unread.
+    """
+
+    def __init__(self, limits: WireLimits) -> None:
+        self._limits = limits
+        self._seconds = 0.0
+        self._looked = self._received = 0.0
+
+    def begin(self, received_nbytes: int) -> None:
+        """Start the count for a new payload."""
+        self._seconds, self._looked, self._received = 0.0, time.monotonic(), received_nbytes
+
+    def is_over(self, received_nbytes: int) -> bool:
+        """Whether the stall is too long, given the number of bytes received so far."""
+        now = time.monotonic()
+        gap, self._looked = min(now - self._looked, _LONGEST_LOOK_SECONDS), now
+        came, self._received = received_nbytes - self._received, received_nbytes
+        self._seconds = 0.0 if came > self._limits.least_speed * gap else self._seconds + gap
+        return self._seconds >= self._limits.stall_seconds

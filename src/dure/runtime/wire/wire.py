@@ -24,9 +24,9 @@ import torch
 
 from dure.errors import CallTimeout, PeerLost, RemoteError, UsageError
 from dure.runtime.wire.caller import CallerHandshake, Outbound, Pending
-from dure.runtime.wire.connection import IS_LINUX, Shared, endpoint, is_loopback, is_mine, listen_unix
+from dure.runtime.wire.connection import Shared
 from dure.runtime.wire.host import Callers, HostHandshake
-from dure.runtime.wire.reactor import Reactor
+from dure.runtime.wire.reactor import IS_LINUX, Reactor, endpoint, is_loopback, is_mine, listen_unix
 from dure.runtime.wire.seals import Credentials
 from dure.runtime.wire.values import HostCallbacks, Identity, OnDone, PeerTraffic, Request, ServesNobody, WireLimits
 
