@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import torch
 
 from dure.run.gathering import Gathering
 
+SETUP: Any = SimpleNamespace(
+    parts=1, stages=None, reports=lambda rank: True, delivery=SimpleNamespace(merge_buffers=torch.stack)
+)
+"""Of a run without a pipeline, whose buffers are merged by stacking them."""
+
 
 def test_a_mean_is_given_once_all_have_reached_its_step():
-    gathering = Gathering(torch.stack)
+    gathering = Gathering(SETUP)
     model = torch.tensor([1.0])
     gathering.add(4, 0, model, updates=4)
     gathering.add(8, 0, model * 2, updates=8)
@@ -24,7 +32,7 @@ def test_a_mean_is_given_once_all_have_reached_its_step():
 
 
 def test_weights_count_and_buffers_come_in_rank_order():
-    gathering = Gathering(torch.stack)
+    gathering = Gathering(SETUP)
     for rank, value in ((2, 6.0), (0, 2.0)):
         gathering.add(1, rank, torch.tensor([value]), updates=1, weight=rank + 1.0, buffers=torch.tensor([value]))
     (found,) = gathering.complete(1)

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from dure.run.gathering import merged_buffers
 from dure.run.outcome import Totals
-from dure.run.snapshots import Delivered, count_servers, count_steps, count_updates, merged_buffers, model_of_workers
+from dure.run.snapshots import Delivered, count_servers, count_steps, count_updates, model_of_workers
 
 
 def setup(*, needs_everybody=False):
@@ -17,8 +18,8 @@ def setup(*, needs_everybody=False):
     return SimpleNamespace(stages=None, topology=topology, delivery=SimpleNamespace(merge_buffers=merge))
 
 
-def delivered(buffers=(None, None, None)):
-    return {f"worker {rank}": Delivered(torch.full((2,), float(rank)), buffers[i]) for i, rank in enumerate((10, 2, 3))}
+def delivered():
+    return {f"worker {rank}": Delivered(torch.full((2,), float(rank)), None) for rank in (10, 2, 3)}
 
 
 @pytest.mark.parametrize(("needs_everybody", "value"), [(True, 2.0), (False, 5.0)])
@@ -27,8 +28,8 @@ def test_collectives_deliver_the_first_workers_model_and_others_the_mean(needs_e
 
 
 def test_buffers_are_merged_where_there_are_any():
-    assert merged_buffers(setup(), delivered()) is None
-    found = merged_buffers(setup(), delivered((torch.ones(1), torch.full((1,), 2.0), None)))
+    assert merged_buffers(setup(), {}) is None
+    found = merged_buffers(setup(), {10: torch.ones(1), 2: torch.full((1,), 2.0)})
     assert found is not None
     assert found.tolist() == [3.0]
 

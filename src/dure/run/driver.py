@@ -56,7 +56,7 @@ from dure.run.outcome import Outcome, count_stages
 from dure.run.places import Launcher
 from dure.run.process import COUNTED, FaultSettings
 from dure.run.roster import Commands, ProcessRoster, Registration, RunProgress
-from dure.run.snapshots import Delivered, Results, merged_buffers
+from dure.run.snapshots import Delivered, Results
 from dure.run.supervisor import CompanionTracker, Supervisor
 from dure.runtime.launch.engine_store import EngineStore
 from dure.runtime.launch.interruption import Interruption
@@ -387,7 +387,7 @@ class Driver(RemoteService):
         await self._collect_figures()
         await self._dismiss()
         step = min(report["steps"] for report in finished.values())
-        self.history.end(values, merged_buffers(self.setup, self.results.delivered), step=step, updates=updates)
+        self.history.end(values, self.results.buffers, step=step, updates=updates)
         notes: dict[str, Any] = {"deaths": dict(self.failures.causes), "evicted": dict(self.roster.evicted)}
         notes["unfinished"] = self._unfinished()
         notes |= count_stages(progress.totals, {name: report.get("stage", {}) for name, report in finished.items()})

@@ -15,6 +15,7 @@ from dure.core.meter import Span
 from dure.core.node import Call, Reply
 from dure.job.evaluation import grader_of
 from dure.job.metrics import Metrics, check_row
+from dure.run.gathering import Gathering
 
 if TYPE_CHECKING:
     from dure.run.callbacks import Callbacks, Row
@@ -120,7 +121,7 @@ class History:
         self._progress = progress
         self._now = now
         self._more = more
-        self._gathering = setup.gathering()
+        self._gathering = Gathering(setup)
         self._at_servers: dict[int, int] = {}  # gradients that are in all parts of a step
         self._last_step = 0
 

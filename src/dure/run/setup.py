@@ -19,7 +19,6 @@ from dure.job.initial_model import InitialModel, is_on_meta
 from dure.partition.cut import ANY, Speeds
 from dure.partition.mesh import pipeline_of, shared_of
 from dure.run.devices import CPU
-from dure.run.gathering import Gathering, StageGathering
 from dure.run.server_side import ServerSide
 from dure.run.stages import Delivery, StagedTopology, Stages, WorkerData
 from dure.runtime.memory import MappedMemory
@@ -214,12 +213,6 @@ class Setup:
     def replica_of(self, number: int) -> int:
         """The number of the copy of the model that worker `number` holds, or holds a stage of."""
         return number // self.parts
-
-    def gathering(self) -> Gathering | StageGathering:
-        """An empty gathering of the models of all workers after the same step."""
-        if self.stages is not None:
-            return StageGathering(self.stages)
-        return Gathering(self.delivery.merge_buffers)
 
     # ---- the nodes
 

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from dure.core.deployment import by_rank
+from dure.core.deployment import NodeId, by_rank
 from dure.core.node import Address
 from dure.errors import RemoteError
 from dure.report.metrics import VersionCounts
+from dure.run.gathering import merged_buffers
 
 if TYPE_CHECKING:
     from dure.core.node import Node, Operation, Reply, Task
@@ -94,15 +95,6 @@ async def model_at_servers(setup: Setup, node: Node) -> tuple[torch.Tensor, int]
     return setup.stages.joined([values for values, _ in each]), min(gradients for _, gradients in each)
 
 
-def merged_buffers(setup: Setup, delivered: Mapping[str, Delivered]) -> torch.Tensor | None:
-    """The buffers of all workers as one; None where training changes none."""
-    found = [delivered[name].buffers for name in by_rank(delivered)]
-    if setup.stages is not None:
-        return setup.stages.buffers({number: each for number, each in enumerate(found) if each is not None})
-    given = [buffers for buffers in found if buffers is not None]
-    return setup.delivery.merge_buffers(given) if given else None
-
-
 class Results:
     """Collects the result of a real run when all workers have finished.
 
@@ -117,6 +109,12 @@ class Results:
         self._node = node
         self._roster = roster
         self._commands = commands
+
+    @property
+    def buffers(self) -> torch.Tensor | None:
+        """The buffers of all workers as one; None where training changes none."""
+        own = {NodeId.of(name).rank: each.buffers for name, each in self.delivered.items()}
+        return merged_buffers(self._setup, {rank: each for rank, each in own.items() if each is not None})
 
     async def collect(self, totals: Totals) -> tuple[torch.Tensor, int]:
         """The final parameters, and how many updates are in them; adds to `totals` what the servers have counted."""

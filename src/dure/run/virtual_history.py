@@ -11,12 +11,12 @@ import torch
 
 from dure.core.state import State
 from dure.job.metrics import check_row
+from dure.run.gathering import Gathering, merged_buffers
 
 if TYPE_CHECKING:
     from dure.job.companions import Grader
     from dure.run.callbacks import Callbacks, Row
     from dure.run.checkpoint import Parts
-    from dure.run.gathering import Gathering, StageGathering
     from dure.run.outcome import Totals
     from dure.run.servers import HostedServer
     from dure.run.setup import Setup
@@ -55,16 +55,13 @@ class VirtualModel:
 
     def delivered(self) -> torch.Tensor:
         """The parameters that the method delivers."""
-        models = [] if self.at_servers else [tensors["params"] for tensors in self._models()]
+        models = [] if self.at_servers else [model["params"] for model in self._models().values()]
         return self._setup.topology.result(self.shards, models)
 
     def buffers(self) -> torch.Tensor | None:
         """The merged buffers of the workers; None where training changes none."""
-        stages = self._setup.stages
-        if stages is not None:
-            return stages.buffers({n: model["buffers"] for n, model in enumerate(self._models()) if "buffers" in model})
-        found = [tensors["buffers"] for tensors in self._models() if "buffers" in tensors]
-        return self._setup.delivery.merge_buffers(found) if found else None
+        found = {number: model["buffers"] for number, model in self._models().items() if "buffers" in model}
+        return merged_buffers(self._setup, found)
 
     def updates(self) -> int:
         """The number of gradients in `delivered`."""
@@ -82,19 +79,19 @@ class VirtualModel:
         """Of gossip: the distance of the workers' models from their mean, as the root of the mean of squares."""
         if self._setup.topology.graph is None:
             return {}
-        models, parts = [tensors["params"] for tensors in self._models()], self._setup.parts
+        models, parts = [model["params"] for model in self._models().values()], self._setup.parts
         apart = sum(_apart(torch.stack(models[rank::parts])) for rank in range(parts))
         return {"consensus": math.sqrt(apart / (len(models) / parts))}
 
-    def _models(self) -> list[dict[str, torch.Tensor]]:
-        """The tensors that each worker delivers, in rank order; crashed workers are left out."""
+    def _models(self) -> dict[int, dict[str, torch.Tensor]]:
+        """The tensors that each worker delivers, by rank and in rank order; crashed workers are left out."""
         models = {rank: dict(part.tensors) for rank, part in self._retired.items()}
         for rank, worker in self._workers.items():
             if rank not in self._attendance.crashed:
                 models[rank] = {"params": worker.delivering(self._setup.traits.delivers)}
                 if worker.buffers is not None:
                     models[rank]["buffers"] = worker.buffers
-        return [models[rank] for rank in sorted(models)]
+        return dict(sorted(models.items()))
 
     def parts(self) -> tuple[dict[str, Any], Parts]:
         """The finished workers in a checkpoint: plain values of its part "run", and a part for each model."""
@@ -151,10 +148,10 @@ class VirtualRows:
     now: Callable[[], float]
     bytes_sent: Callable[[], int]
     more: Callable[[], Row] = dict
-    gathering: Gathering | StageGathering = field(init=False)
+    gathering: Gathering = field(init=False)
 
     def __post_init__(self) -> None:
-        self.gathering = self.setup.gathering()
+        self.gathering = Gathering(self.setup)
 
     def at_boundary(self, worker: WorkerState) -> None:
         """Record that a worker begins its next step; a boundary at which a checkpoint is taken counts once."""
