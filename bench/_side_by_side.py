@@ -26,8 +26,8 @@ from _script import print_ratios, ratio_of
 
 from dure.core.node import Suspend
 from dure.job.data.dataset import Data
-from dure.job.data.location import data_root
-from dure.job.gradients import GradientEngine
+from dure.job.data.loaders import data_root
+from dure.job.gradient_engine import GradientEngine
 from dure.job.job import Job, load_job
 from dure.job.models.mlp import mlp_maker, top1
 from dure.job.optimizer import OptimizerSpec

@@ -45,7 +45,7 @@ from torch.nn.functional import cross_entropy
 from dure.core.target import Target
 from dure.errors import DureError
 from dure.job.data.dataset import Data
-from dure.job.data.location import data_root
+from dure.job.data.loaders import data_root
 from dure.job.job import Job, load_job
 from dure.job.optimizer import OptimizerSpec
 from dure.partition.profile import BlockTimes, PassTime

@@ -27,11 +27,11 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from dure.job.data.dataset import Data
-from dure.job.gradients import GradientEngine
+from dure.job.gradient import JobSource
+from dure.job.gradient_engine import GradientEngine
 from dure.job.job import Job
 from dure.job.models.mlp import mlp_maker, top1
 from dure.job.optimizer import FlatOptimizer, OptimizerSpec
-from dure.job.source import JobSource
 from dure.run.callbacks import Callbacks
 from dure.run.config import TrainConfig
 from dure.run.prebuilt import Prebuilt

@@ -13,7 +13,7 @@ from _check import Finding, Setting, exact_arithmetic, in_pairs, main, target
 from torch.nn.functional import cross_entropy
 
 from dure.job.gradient import GradientWork
-from dure.job.gradients import GradientEngine
+from dure.job.gradient_engine import GradientEngine
 from dure.job.models.mlp import mlp
 
 WORKERS, FASTER = 16, 4.0

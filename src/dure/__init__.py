@@ -26,7 +26,7 @@ _OTHERS = (
     "dure.core.node:EndOfWork",
     "dure.errors:DureError",
     "dure.job.data.dataset:Data",
-    "dure.job.data.samples:Samples",
+    "dure.job.data.dataset:Samples",
     "dure.job.data.stream:Stream",
     "dure.job.job:Job",
     "dure.job.optimizer:OptimizerSpec",

@@ -20,7 +20,7 @@ from dure.codec.top_k import TopK as TopK
 from dure.core.node import EndOfWork as EndOfWork
 from dure.errors import DureError as DureError
 from dure.job.data.dataset import Data as Data
-from dure.job.data.samples import Samples as Samples
+from dure.job.data.dataset import Samples as Samples
 from dure.job.data.stream import Stream as Stream
 from dure.job.job import Job as Job
 from dure.job.optimizer import OptimizerSpec as OptimizerSpec

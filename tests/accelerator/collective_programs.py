@@ -41,7 +41,7 @@ from dure.runtime.process.node import ProcessNode
 from dure.runtime.wire import Identity
 from dure.topology.collective.compressed import CompressedGroup
 from dure.topology.collective.message_group import SentGroup
-from dure.user_loop.exchange import Exchange
+from dure.user_loop.source import Exchange
 
 STEPS = 6
 LONGEST, GRACE = 90.0, 5.0

@@ -25,9 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 import dure
 from dure.codec.base import Codec
 from dure.codec.coder import Coder, SliceLayout
-from dure.user_loop import bucket_thread
-from dure.user_loop.bucket_exchange import _to_each
-from dure.user_loop.ddp_hook import Hook, _own_groups
+from dure.user_loop import ddp_hook
+from dure.user_loop.ddp_hook import Hook, _own_groups, _to_each
 
 Result = tuple[Tensor, Tensor]
 PROGRAMS: dict[str, Callable[..., Result]] = {}
@@ -275,12 +274,12 @@ class _Deaf(torch.Stream):
 
 @fault
 def no_event_before_the_bucket_is_read() -> None:
-    bucket_thread.torch.Stream = _Deaf
+    ddp_hook.torch.Stream = _Deaf
 
 
 @fault
 def the_thread_keeps_its_default_stream() -> None:
-    bucket_thread.BucketThread._stream = lambda self, device: None
+    ddp_hook.BucketThread._stream = lambda self, device: None
 
 
 @fault

@@ -28,9 +28,9 @@ from torch.nn.functional import cross_entropy
 import dure
 from dure.core.state import State
 from dure.job.data.dataset import Data
-from dure.job.data.digits import load_digits
+from dure.job.data.loaders import load_digits
 from dure.job.gradient import GradientWork
-from dure.job.gradients import GradientEngine
+from dure.job.gradient_engine import GradientEngine
 from dure.job.job import Job
 from dure.job.models.mlp import top1
 from dure.job.optimizer import OptimizerSpec

@@ -32,7 +32,7 @@ from dure.topology.parameter_server.coordinator import Coordinator
 from dure.topology.parameter_server.policies import Bounded
 from dure.topology.parameter_server.shard import ClockedShard, Shard
 from dure.topology.shared_memory.segment import SharedShard
-from dure.user_loop.host import ShardHost
+from dure.user_loop.servers import ShardHost
 
 SERVICES = [
     Driver,

@@ -72,7 +72,7 @@ def test_the_first_backward_imports_nothing_heavy():
     """PyTorch imports sympy, a third of a second, for a backward that is given a gradient."""
     code = (
         "import sys; from dure.job.job import load_job;"
-        "from dure.job.gradients import GradientEngine; from dure.job.gradient import GradientWork as W;"
+        "from dure.job.gradient_engine import GradientEngine; from dure.job.gradient import GradientWork as W;"
         "job = load_job('digits-mlp'); e = GradientEngine(job); x, y = job.train.inputs[:4], job.train.targets[:4];"
         "g = e.backward(W(0, 0, e.initial_values(0), x, y, 0, 1.0), 0.5);"
         "assert g.values.abs().sum() > 0; sys.exit('sympy' in sys.modules)"

@@ -14,8 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dure
 from dure.errors import UsageError
-from dure.job.data.dataset import Data
-from dure.job.data.samples import Samples
+from dure.job.data.dataset import Data, Samples
 from dure.job.job import Job
 from dure.job.validation import try_to_count, validate_job
 from dure.run.callbacks import Callbacks

@@ -13,7 +13,7 @@ from support.input_jobs import FORMS
 from support.runs import local, virtual
 
 import dure
-from dure.job.data.structure import called
+from dure.job.data.dataset import called
 from dure.job.optimizer import OptimizerSpec
 from dure.runtime.launch.fork_server import ForkServer
 

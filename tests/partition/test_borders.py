@@ -8,7 +8,7 @@ from torch.nn.functional import cross_entropy
 
 import dure
 from dure.errors import UsageError
-from dure.job.data.structure import called
+from dure.job.data.dataset import called
 from dure.job.models.mlp import mlp
 from dure.job.replica import Replica
 from dure.partition.borders import Border, BorderTensor

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from dure.errors import DureError
-from dure.job.data.digits import load_digits
+from dure.job.data.loaders import load_digits
 from dure.job.job import Job
 
 WIDTH = 2240

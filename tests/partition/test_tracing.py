@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy, dropout, linear
 
 import dure
 from dure.errors import UsageError
-from dure.job.data.structure import called
+from dure.job.data.dataset import called
 from dure.partition.blocks import blocks_of, tied, traced_blocks
 
 

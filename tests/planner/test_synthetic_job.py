@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dure.job.gradients import GradientEngine
+from dure.job.gradient_engine import GradientEngine
 from dure.planner.probe import synthetic_job as module
 from dure.planner.probe.measure import MOST_STEPS, STEPS, step_seconds
 from dure.planner.probe.synthetic_job import SLOPE, synthetic_job

@@ -7,8 +7,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset
 
-from dure.job.data.dataset import Data
-from dure.job.data.samples import Samples
+from dure.job.data.dataset import Data, Samples
 from dure.job.data.stream import Stream
 from dure.job.job import Job
 from dure.job.optimizer import OptimizerSpec

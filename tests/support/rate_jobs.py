@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from dure.job.data.digits import load_digits
-from dure.job.data.structure import called
+from dure.job.data.dataset import called
+from dure.job.data.loaders import load_digits
 from dure.job.job import Job
 from dure.job.optimizer import OptimizerSpec
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from dure.job.data.digits import load_digits
+from dure.job.data.loaders import load_digits
 from dure.job.job import Job
 from dure.job.models.mlp import top1
 from dure.partition.shared_layers import SharedLayers

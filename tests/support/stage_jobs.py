@@ -13,7 +13,7 @@ from pathlib import Path
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from dure.job.data.digits import load_digits
+from dure.job.data.loaders import load_digits
 from dure.job.job import Job
 from dure.job.models.mlp import top1
 from dure.job.optimizer import OptimizerSpec

@@ -11,7 +11,7 @@ from support.runs import bowls, local, virtual
 from support.wording import raising
 
 from dure.errors import UsageError
-from dure.job.gradients import GradientEngine
+from dure.job.gradient_engine import GradientEngine
 from dure.job.job import load_job
 from dure.run.strategy import make
 from dure.runtime.virtual.cluster import Cluster, Event, Link, Machines

@@ -13,7 +13,7 @@ from support.wording import raising
 
 from dure.errors import StrategyError
 from dure.job.data.dataset import Data
-from dure.job.gradients import GradientEngine
+from dure.job.gradient_engine import GradientEngine
 from dure.job.job import Job
 from dure.job.optimizer import OptimizerSpec
 from dure.run.strategy import make

@@ -1268,7 +1268,7 @@ def test_a_helper_ends_with_its_starter_even_before_it_has_come_up(tmp_path):
 
 
 def test_samplers_share_a_data_set_out():
-    from dure.user_loop.sampler import share_of
+    from dure.user_loop.source import share_of
 
     data = load_digits().train
     parts = [share_of(data, rank, 3, seed=1) for rank in range(3)]
@@ -1319,7 +1319,7 @@ class Mislabelled(list):
     ],
 )
 def test_what_a_sampler_cannot_index_is_refused_with_what_to_write(data, split, words):
-    from dure.user_loop.sampler import share_of
+    from dure.user_loop.source import share_of
 
     with pytest.raises(UsageError, match=words):
         share_of(data, 1, 3, split=split)
@@ -1332,7 +1332,7 @@ def test_a_stream_that_each_rank_slices_has_each_sample_once():
 
 
 def test_labels_count_only_where_they_decide():
-    from dure.user_loop.sampler import share_of
+    from dure.user_loop.source import share_of
 
     data = Mislabelled(range(9))
     data.targets = ["cat"]  # of no tensor, and of another length

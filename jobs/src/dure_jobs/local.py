@@ -8,8 +8,8 @@ from functools import partial
 from torch import nn
 
 from dure.job.job import Job
-from dure.job.models.digits import digits_job
 from dure.job.models.local import LocallyConnected2d
+from dure.job.models.mlp import digits_job
 
 
 def local_network(side: int, channels: int, kernel: int, depth: int, classes: int) -> nn.Sequential:

@@ -22,11 +22,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, interpolate
 
 from dure.errors import UsageError
-from dure.job.data.dataset import Data
-from dure.job.data.samples import Samples
+from dure.job.data.dataset import Data, Samples
 from dure.job.job import Job
-from dure.job.models.he_values import with_he_values
-from dure.job.models.mlp import top1
+from dure.job.models.mlp import top1, with_he_values
 from dure.job.optimizer import OptimizerSpec
 from dure_jobs.data.cifar10 import load_cifar10
 

@@ -15,7 +15,7 @@ import torch
 
 from dure.codec.coder import SliceLayout
 from dure.job.gradient import GradientWork
-from dure.job.gradients import GradientEngine
+from dure.job.gradient_engine import GradientEngine
 from dure.job.replica import Replica
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from dure.core.meter import Meter
     from dure.core.node import Node
     from dure.core.state import State
-    from dure.job.gradient_source import GradientSource
+    from dure.job.gradient import GradientSource
     from dure.job.metrics import Metrics
 
 Build = Callable[[int], "nn.Module"]

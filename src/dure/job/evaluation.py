@@ -9,7 +9,7 @@ import torch
 
 from dure.core.user_code import explain_user_errors
 from dure.errors import DureError
-from dure.job.data.structure import Batch, called, moved, tensors
+from dure.job.data.dataset import Batch, called, moved, tensors
 from dure.job.metrics import Metrics
 from dure.job.replica import Replica
 

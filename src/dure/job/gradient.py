@@ -1,15 +1,22 @@
-"""Gradients and the work of computing one, as values."""
+"""Gradients as values, the protocols between a worker and the source of its gradients, and the source of a job."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
-from dure.job.data.structure import Batch
+from dure.job.data.dataset import Batch, moved
+
+if TYPE_CHECKING:
+    from dure.core.node import Node, Operation
+    from dure.core.state import State
+    from dure.job.data.dataset import DataSet
+    from dure.job.data.split import BatchSampler
+    from dure.job.optimizer import OptimizerSpec
 
 
 @dataclass(slots=True)
@@ -17,7 +24,7 @@ class GradientWork:
     """A request for the gradient of one mini-batch at the flat parameters `values`.
 
     `values` are lent: their owner does not change them before the result. `inputs` and `targets` have one sample in
-    each row of a tensor (`data.structure`); both are None in a timing-only run. Random layers draw from (`seed`,
+    each row of a tensor (`data/dataset.py`); both are None in a timing-only run. Random layers draw from (`seed`,
     `rank`, `step`). `flops` counts the floating-point operations of the whole batch, for virtual time. `buffers` is the
     worker's snapshot (`Replica.buffers_flat`); None means the buffers of a fresh model.
     """
@@ -84,3 +91,245 @@ class ServerGradient(NamedTuple):
 
     rows: Sequence[tuple[torch.Tensor, torch.Tensor]]
     whole: torch.Tensor
+
+
+class MeanGradients(Protocol):
+    """The part of a worker's group that a source uses."""
+
+    @property
+    def encodes(self) -> bool:
+        """Whether a codec encodes what travels over the group."""
+        ...
+
+    def mean_gradient(self, work: Any, share: float) -> Operation[Gradient]:
+        """Start the gradient of `work`, times `share`, summed over the group."""
+        ...
+
+    def mean(self, values: torch.Tensor, share: float | None = None) -> Operation[torch.Tensor]:
+        """Start on the mean of `values` over the group; each member has a `share` of the samples."""
+        ...
+
+    async def all_go_on(self, late: bool) -> bool:
+        """Whether all members go on: none of them is `late`."""
+        ...
+
+
+class Requester(Protocol):
+    """The part of a worker that a source uses: the worker requests a gradient.
+
+    A restart restores `kept` and `kept_plain` (values that JSON has).
+    """
+
+    rank: int
+    clock: int
+    node: Node
+    params: torch.Tensor
+    buffers: torch.Tensor | None
+    kept: dict[str, torch.Tensor]
+    kept_plain: dict[str, Any]
+    optimizer: LocalOptimizer
+    lr: float | Sequence[float] | None
+
+    @property
+    def group(self) -> MeanGradients: ...
+
+    @property
+    def drained_at(self) -> int: ...
+
+    @property
+    def versions(self) -> list[int] | None:
+        """The version of each shard of the parameters; None without servers."""
+        ...
+
+    def settle(self, values: torch.Tensor) -> None:
+        """Copy the parameters to `values`, the memory in which a user's loop reads them."""
+        ...
+
+
+class GradientSource(Protocol):
+    """Source of a worker's gradients: a job's data, or a user's own training loop.
+
+    `can_stop`: whether a gradient can be cancelled after its start. `whole`: a gradient is that of the whole model, not
+    that of a stage, and its time is the computation's.
+    """
+
+    batch_size: int
+    can_stop: bool
+    whole: bool
+
+    def gradient(self, requester: Requester) -> Operation[Gradient]:
+        """Start the next gradient at the worker's parameters."""
+        ...
+
+    def mean_gradient(self, requester: Requester) -> Operation[Gradient]:
+        """As `gradient`, averaged over the worker's group, weighted by batch size."""
+        ...
+
+    def model(self, requester: Requester) -> torch.Tensor:
+        """The model of the worker: its parameters, unless the source keeps several versions of them."""
+        ...
+
+    async def settled(self) -> None:
+        """Wait until others have received all that this source has sent."""
+        ...
+
+    def state(self) -> dict[str, Any]: ...
+
+    def restore(self, state: Mapping[str, Any]) -> None: ...
+
+
+class DataSource(GradientSource, Protocol):
+    """A source that owns its data, so that it can compute the gradient of any samples, not only of the next ones.
+
+    `samples` is the number of samples; `epoch` counts passes over this worker's samples.
+    """
+
+    @property
+    def samples(self) -> int: ...
+
+    @property
+    def epoch(self) -> float: ...
+
+    def next(self, requester: Requester) -> GradientWork:
+        """Draw the next mini-batch; return the work of computing its gradient."""
+        ...
+
+    def gradient_again(self, requester: Requester, values: torch.Tensor) -> Operation[Gradient]:
+        """Start another gradient of the last mini-batch, at `values`."""
+        ...
+
+    def gradient_at(
+        self, requester: Requester, values: torch.Tensor, indices: torch.Tensor, *, draw: int
+    ) -> Operation[Gradient]:
+        """Start the mean gradient over given samples, at `values`."""
+        ...
+
+
+class LocalOptimizer(Protocol):
+    """The optimizer of `Worker.step`: a rule on flat vectors (`FlatOptimizer`), or a user's own optimizer."""
+
+    spec: OptimizerSpec
+
+    def apply(
+        self,
+        values: torch.Tensor,
+        gradient: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        lr: float | Sequence[float] | None = None,
+    ) -> None: ...
+
+    def state(self) -> State: ...
+
+    def restore(self, state: State) -> None: ...
+
+
+class JobSource:
+    """Mini-batches of `batch_size` from `train`, the training data of a job, in the order of one worker's `sampler`.
+
+    `share` is this worker's share of the group's batch, `flops` the operations of one mini-batch. With `sampler=None`
+    (timing only), a unit of work has a size but no data.
+    """
+
+    can_stop = True
+    whole = True
+
+    def __init__(
+        self,
+        train: DataSet,
+        sampler: BatchSampler | None,
+        *,
+        batch_size: int,
+        share: float,
+        seed: int,
+        flops: float = 0.0,
+    ) -> None:
+        self.train = train
+        self.sampler = sampler
+        self.batch_size = batch_size
+        self.share = share
+        self.seed = seed
+        self._flops = flops
+        self._last: GradientWork | None = None
+
+    @property
+    def samples(self) -> int:
+        """Number of training samples of the job."""
+        return len(self.train)
+
+    @property
+    def epoch(self) -> float:
+        """Passes so far over this worker's samples; over the shared samples if several workers share a stream."""
+        return 0.0 if self.sampler is None else self.sampler.epoch
+
+    def gradient(self, requester: Requester) -> Operation[Gradient]:
+        return requester.node.compute(self.next(requester))
+
+    def mean_gradient(self, requester: Requester) -> Operation[Gradient]:
+        return requester.group.mean_gradient(self.next(requester), self.share)
+
+    def gradient_again(self, requester: Requester, values: torch.Tensor) -> Operation[Gradient]:
+        """Start another gradient of the last mini-batch, at `values`, with the same random draws."""
+        assert self._last is not None
+        return requester.node.compute(replace(self._last, values=values))
+
+    def gradient_at(
+        self, requester: Requester, values: torch.Tensor, indices: torch.Tensor, *, draw: int
+    ) -> Operation[Gradient]:
+        """Start the mean gradient over the samples `indices`, at `values`. The sampler does not advance.
+
+        Random layers draw from (seed, `draw`), so the result does not depend on the worker or the time.
+        """
+        inputs = targets = None
+        if self.sampler is not None:
+            inputs, targets = self._batch(indices, (self.seed, 0, draw), values)
+        work = GradientWork(
+            rank=-1,
+            step=draw,
+            values=values,
+            inputs=inputs,
+            targets=targets,
+            seed=self.seed,
+            flops=self._flops * len(indices) / self.batch_size,
+            buffers=requester.buffers,
+        )
+        return requester.node.compute(work)
+
+    def _batch(self, indices: torch.Tensor, draw: Sequence[int], values: torch.Tensor) -> tuple[Batch, Batch]:
+        """The samples `indices`, on the device of the parameters `values`."""
+        inputs, targets = self.train.batch(indices, draw)
+        device = values.device
+        if device.type == "cpu":
+            return inputs, targets
+        return moved(inputs, device), moved(targets, device)
+
+    def model(self, requester: Requester) -> torch.Tensor:
+        return requester.params
+
+    async def settled(self) -> None:
+        """Return at once: no other node reads from this source."""
+
+    def state(self) -> dict[str, Any]:
+        return {} if self.sampler is None else dict(self.sampler.state())
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        if self.sampler is not None:
+            self.sampler.restore(dict(state))
+
+    def next(self, requester: Requester) -> GradientWork:
+        """Draw the next mini-batch; return the work of computing its gradient at the requester's parameters."""
+        inputs = targets = None
+        if self.sampler is not None:
+            draw = self.seed, 1 + requester.rank, requester.clock
+            inputs, targets = self._batch(self.sampler.next(), draw, requester.params)
+        self._last = GradientWork(
+            rank=requester.rank,
+            step=requester.clock,
+            values=requester.params,
+            inputs=inputs,
+            targets=targets,
+            seed=self.seed,
+            flops=self._flops,
+            buffers=requester.buffers,
+        )
+        return self._last

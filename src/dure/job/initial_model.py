@@ -1,23 +1,28 @@
-"""The initial model of a job, equal on every node of a run."""
+"""The initial model of a job, equal on every node of a run; and jobs of shapes without values.
+
+Model and data of a job of shapes are on PyTorch's meta device, where computations take no time. Operations, sizes and
+activations are those of the job itself, so that a plan can treat models that are too large for the memory of this
+machine. Products of attention are counted, which PyTorch's counter leaves out on a CPU.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cached_property, partial
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from dure.core.node import Ghost
 from dure.core.user_code import explain_user_errors
 from dure.errors import ReplicaError, UsageError
-from dure.job.groups import Rates, rates_of
+from dure.job.data.dataset import Data, mapped
+from dure.job.job import Job
+from dure.job.rates import Rates, rates_of, schedule_of
 from dure.job.replica import Replica
-from dure.job.schedule import schedule_of
-
-if TYPE_CHECKING:
-    from dure.job.job import Job
 
 
 class InitialModel:
@@ -80,3 +85,30 @@ def is_on_meta(job: Job) -> bool:
     with explain_user_errors("reading its first sample raised"):
         inputs, _ = job.train.batch(torch.arange(1))
     return any(isinstance(each, torch.Tensor) and each.is_meta for each in tree_leaves(inputs))
+
+
+def numel_of(job: Job) -> int:
+    """The trainable parameters of a job's model, which is not held in memory. Raises as `shapes_of`."""
+    return sum(each.numel() for each in _on_meta(job.model).parameters() if each.requires_grad)
+
+
+def shapes_of(job: Job) -> Job:
+    """`job` with shapes and no values, for timing-only runs.
+
+    Raises `RuntimeError` for a model that cannot be built on the meta device, `UsageError` if it cannot be computed.
+    """
+    inputs, targets = job.train.batch(torch.arange(2) % len(job.train))
+    samples = len(job.train)
+
+    def rows(each: Tensor) -> Tensor:
+        return torch.empty(samples, *each.shape[1:], dtype=each.dtype, device="meta")
+
+    data = Data(mapped(rows, inputs), mapped(rows, targets))
+    found = replace(job, model=partial(_on_meta, job.model), train=data, test=None)
+    _ = found.flops_per_sample
+    return found
+
+
+def _on_meta(model: Callable[[], nn.Module]) -> nn.Module:
+    with torch.device("meta"):
+        return model()

@@ -2,6 +2,9 @@
 
 A job is named by a word (`names.py`) or by `FILE.py:FUNCTION`, a function that returns a `Job`. Parameters follow the
 name, as in `mnist-mlp:depth=7,hidden=64`.
+
+A measurement whose number of samples nobody has asked for, such as the count of operations, uses a *trial batch*.
+Batch norm rejects a batch of one; a loss of pairs or triplets takes multiples of two or three.
 """
 
 from __future__ import annotations
@@ -25,17 +28,13 @@ from dure.core.regular_file import is_regular
 from dure.core.spec_text import names, nearest, parse_member, parse_value
 from dure.errors import DureError, UsageError
 from dure.job.companions import Companions
-from dure.job.data.dataset import Data, DataSet
-from dure.job.data.location import data_root as find_root
-from dure.job.data.samples import Samples, check_map_style
+from dure.job.data.dataset import Data, DataSet, Samples, called, check_map_style, mapped
+from dure.job.data.loaders import data_root as find_root
 from dure.job.data.split import BatchSampler, Split, parse_split
 from dure.job.data.stream import Stream
-from dure.job.data.structure import called
-from dure.job.groups import Groups
 from dure.job.names import function_of, unknown
 from dure.job.optimizer import OptimizerSpec
-from dure.job.schedule import Schedule, schedule_of
-from dure.job.trial import ROWS, check_graph
+from dure.job.rates import Groups, Schedule, schedule_of
 
 COUNTED = "_counted"
 """The attribute of a job with its count of operations, and the model, the loss and the data that were counted."""
@@ -56,9 +55,9 @@ class Job:
     parameter of which a batch reads only some rows to the indices of those rows: 1-D int64, in any order, repeated or
     not. Rows that do not affect the loss, such as padding, may be left out.
 
-    `groups(name, parameter)` returns the fields of `optimizer` that differ for a parameter (`groups.py`). `schedule` is
+    `groups(name, parameter)` returns the fields of `optimizer` that differ for a parameter (`rates.py`). `schedule` is
     a function of the step that returns a factor for all learning rates, or a text such as "cosine:steps=1000"
-    (`schedule.py`); the step counts the mini-batches of a worker from 0.
+    (`rates.py`); the step counts the mini-batches of a worker from 0.
 
     `stages(module)` is for partitions that split the model by layers. It returns the blocks of the model in the order
     of the computation, each an `nn.Module` that takes the output of the block before it (`partition/blocks.py`). A
@@ -190,7 +189,7 @@ def load_job(name_or_path: str, data_root: Path | str | None = None, **overrides
     """Load the job called `name_or_path`: a name of `names.py`, or `FILE.py:FUNCTION`.
 
     The text may give parameters of the job's function: `mnist-mlp:depth=7,hidden=64`, `FILE.py:FUNCTION:rows=8`.
-    `data_root` is the folder of data sets (`data/location.py` defines the default). Each of `overrides` replaces a
+    `data_root` is the folder of data sets (`data/loaders.py` defines the default). Each of `overrides` replaces a
     parameter of the job's function (`hidden`, `dim`), a field of `Job` (`batch_size`, `steps`, `split`), a field of its
     optimizer (`lr`, `momentum`), or `dtype` ("float32", "float64"). An override of None has no effect.
 
@@ -306,6 +305,12 @@ def _made(model: Callable[[], nn.Module]) -> nn.Module:
     return module
 
 
+# ---- trial batches
+
+ROWS = 2
+"""Samples of a trial batch, where the job takes so many."""
+
+
 def _count_flops(job: Job) -> float:
     """Count the operations of one sample: of ROWS, or else of a mini-batch, such as that of a loss of triplets."""
     try:
@@ -327,3 +332,58 @@ def _count_rows(job: Job, rows: int) -> float:
         loss.backward()  # type: ignore[no-untyped-call]
     counted = counter.get_total_flops() / rows
     return counted or 6.0 * sum(each.numel() for each in module.parameters() if each.requires_grad)
+
+
+def trial_rows(job: Job, module: nn.Module) -> int:
+    """The number of samples of a trial batch: ROWS, or a mini-batch of a job that does not take ROWS."""
+    return ROWS if refusal(job, module, ROWS) is None else job.batch_size
+
+
+def refusal(job: Job, module: nn.Module, rows: int) -> str | None:
+    """The error of the model or the loss on a batch of `rows` samples; None without one.
+
+    Runs a forward, and one with gradients where that fails: a model may differentiate in its forward. Without them
+    the activations of a whole pipeline are not kept. Buffers and random state are left as they were.
+    """
+    found = _refusal(job, module, rows, gradients=False)
+    return found if found is None else _refusal(job, module, rows, gradients=True)
+
+
+def _refusal(job: Job, module: nn.Module, rows: int, *, gradients: bool) -> str | None:
+    device = next(module.parameters()).device
+    buffers = [(each, each.clone()) for each in module.buffers()]
+    try:
+        with user_code.explain_user_errors(f"a batch of {rows} samples raised"), torch.random.fork_rng(devices=[]):
+            batch = job.train.batch(torch.arange(rows) % len(job.train))
+            inputs, targets = (mapped(lambda each: each.to(device, copy=True), each) for each in batch)
+            with torch.set_grad_enabled(gradients):
+                job.loss(called(module, inputs), targets)
+    except DureError as error:
+        return str(error)
+    finally:
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+    return None
+
+
+def check_graph(loss: Tensor) -> None:
+    """Raise `UsageError` for a loss whose gradients `torch.autograd.grad` cannot compute, or not all of them."""
+    if "CheckpointFunctionBackward" in _nodes(loss):  # its parameters would have no gradient, or autograd raises
+        raise UsageError(
+            "its model calls torch.utils.checkpoint with use_reentrant=True, and dure computes gradients by "
+            "torch.autograd.grad, with which PyTorch supports use_reentrant=False only. Write "
+            "torch.utils.checkpoint.checkpoint(..., use_reentrant=False): the gradients are the same."
+        )
+
+
+def _nodes(loss: Tensor) -> set[str]:
+    """The names of the operations in the graph of `loss`."""
+    found, seen, left = set(), set(), [loss.grad_fn]
+    while left:
+        node = left.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            found.add(node.name())
+            left += [each for each, _ in node.next_functions]
+    return found

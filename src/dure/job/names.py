@@ -27,7 +27,7 @@ from dure.core.spec_text import names, nearest, parse_member
 from dure.errors import UsageError
 
 BUILT_IN: Mapping[str, str] = {
-    "digits-mlp": "dure.job.models.digits:digits_mlp",
+    "digits-mlp": "dure.job.models.mlp:digits_mlp",
     "char-gpt": "dure.job.models.char_gpt:char_gpt",
     "quadratic": "dure.job.models.quadratic:quadratic",
     "apex": "dure.rl.jobs:apex",

@@ -20,14 +20,12 @@ from torch import Tensor, nn
 
 from dure.core.user_code import explain_user_errors
 from dure.errors import ReplicaError, UsageError
-from dure.job.data.dataset import Data
-from dure.job.data.structure import called, described, tensors
+from dure.job.data.dataset import Data, called, described, tensors
+from dure.job.job import check_graph
 from dure.job.replica import Replica
-from dure.job.trial import check_graph
 
 if TYPE_CHECKING:
-    from dure.job.data.dataset import DataSet
-    from dure.job.data.structure import Batch
+    from dure.job.data.dataset import Batch, DataSet
     from dure.job.job import Job
 
 

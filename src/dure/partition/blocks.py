@@ -6,7 +6,7 @@
     | the model is an `nn.Sequential`   | its children                    | `block(x)`                             |
 
 `x` is the output of the block before, or the inputs of the mini-batch. With `Job.stages` the structure of `x` (a
-tensor, a tuple, a mapping) selects the call, as for a whole model (`job/data/structure.py`).
+tensor, a tuple, a mapping) selects the call, as for a whole model (`job/data/dataset.py`).
 
 A block is a submodule of the model, or a module of the user that wraps submodules and adds what the model's `forward`
 does between them. The blocks hold every trainable parameter of the model, and no other. A parameter that several blocks
@@ -40,7 +40,7 @@ from torch import Tensor, fx, nn
 
 from dure.core.user_code import explain_user_errors
 from dure.errors import StrategyError, UsageError
-from dure.job.data.structure import Batch, arguments, called, keywords, mapped
+from dure.job.data.dataset import Batch, arguments, called, keywords, mapped
 from dure.job.replica import has_hooks
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from dure.core.flop_counter import FlopCounter
 from dure.core.user_code import explain_user_errors
 from dure.errors import UsageError
-from dure.job.data.structure import Batch, described, tensors
+from dure.job.data.dataset import Batch, described, tensors
 from dure.partition.blocks import block_name, first_samples
 from dure.partition.tensor.ways import Recording, Ways
 

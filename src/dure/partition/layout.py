@@ -10,7 +10,7 @@ import torch
 
 from dure.core.ranges import equal_ranges
 from dure.errors import UsageError
-from dure.job.trial import refusal, trial_rows
+from dure.job.job import refusal, trial_rows
 from dure.partition.blocks import (
     blocks_of,
     call_of,

@@ -17,7 +17,7 @@ from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from dure.core.ranges import equal_ranges
-from dure.job.data.structure import called
+from dure.job.data.dataset import called
 from dure.partition.blocks import first_samples
 from dure.partition.borders import measure
 from dure.partition.programmed import Programmed

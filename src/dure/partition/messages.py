@@ -14,13 +14,13 @@ from torch import Tensor
 
 from dure.core.node import Ghost, Operation
 from dure.core.ranges import equal_ranges
-from dure.job.data.structure import mapped, moved
+from dure.job.data.dataset import mapped, moved
 
 if TYPE_CHECKING:
     from dure.core.meter import Meter
     from dure.core.node import Node
+    from dure.job.data.dataset import Batch
     from dure.job.data.split import BatchSampler
-    from dure.job.data.structure import Batch
     from dure.job.job import Job
     from dure.partition.layout import StageLayout
     from dure.partition.orders import Action

@@ -20,7 +20,7 @@ from dure.partition.orders import Action, looped
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from dure.job.gradient_source import Requester
+    from dure.job.gradient import Requester
     from dure.job.optimizer import OptimizerSpec
 
 

@@ -28,7 +28,7 @@ from dure.partition.orders import Action, Kind
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from dure.job.gradient_source import Requester
+    from dure.job.gradient import Requester
     from dure.partition.pipeline import Pipeline
 
 

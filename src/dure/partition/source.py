@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from dure.core.node import Operation
-    from dure.job.gradient import Gradient
-    from dure.job.gradient_source import Requester
+    from dure.job.gradient import Gradient, Requester
     from dure.partition.orders import Action
     from dure.partition.stage import Stage
 

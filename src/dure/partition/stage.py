@@ -26,7 +26,7 @@ from dure.partition.stage_state import StageCounts, average_versions, begin_vers
 if TYPE_CHECKING:
     from dure.core.meter import Meter
     from dure.core.node import Node
-    from dure.job.gradient_source import Requester
+    from dure.job.gradient import Requester
     from dure.job.optimizer import FlatOptimizer
     from dure.partition.borders import Border
     from dure.partition.layout import StageLayout

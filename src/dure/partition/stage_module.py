@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from dure.errors import UsageError
-from dure.job.isolated import Isolated
+from dure.job.gradient_engine import Isolated
 from dure.job.replica import Replica
 from dure.partition.blocks import first_samples
 from dure.partition.borders import Kept

@@ -18,7 +18,7 @@ from dure.core.node import Ghost
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from dure.job.gradient_source import Requester
+    from dure.job.gradient import Requester
     from dure.job.optimizer import FlatOptimizer
 
 

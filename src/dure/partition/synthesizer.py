@@ -47,15 +47,15 @@ from torch import Tensor, nn
 
 from dure.core.state import State, under_prefix, with_prefix
 from dure.errors import UsageError
-from dure.job.data.structure import described, tensors
-from dure.job.isolated import Isolated
+from dure.job.data.dataset import described, tensors
+from dure.job.gradient_engine import Isolated
 from dure.job.optimizer import FlatOptimizer, OptimizerSpec
 from dure.job.replica import Replica
 from dure.partition.blocks import first_samples
 from dure.partition.stage_module import seed_of
 
 if TYPE_CHECKING:
-    from dure.job.data.structure import Batch
+    from dure.job.data.dataset import Batch
     from dure.partition.layout import StageLayout
     from dure.partition.stage import Stage
 

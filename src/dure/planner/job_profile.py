@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from dure.core.cost import fit
 from dure.errors import DureError
-from dure.job.trial import refusal
+from dure.job.job import refusal
 from dure.partition.blocks import blocks_of, call_of, first_samples
 from dure.partition.profile import BlockTimes, PassTime
 from dure.planner.probe.measure import begin_steps

@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from dure.core.user_code import explain_user_errors
 from dure.errors import DureError, UsageError
-from dure.job.initial_model import is_on_meta
+from dure.job.initial_model import is_on_meta, numel_of, shapes_of
 from dure.job.job import load_job
-from dure.job.shapes import numel_of, shapes_of
 from dure.job.validation import try_to_count, validate_job
 from dure.planner.answer import Ranking
 from dure.planner.calibration import calibrated, is_measured

@@ -24,7 +24,7 @@ import torch
 from dure.core.node import Address, Node, Operation, TimedWork
 from dure.core.state import State
 from dure.errors import PeerLost
-from dure.job.isolated import Isolated, seed_of
+from dure.job.gradient_engine import Isolated, seed_of
 from dure.rl.frame_window import FrameWindow
 from dure.rl.messages import FOREVER, VERSION, InsertionTensors, inserted_columns
 from dure.rl.n_step import NStep

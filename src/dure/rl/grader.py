@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from dure.job.isolated import Isolated
+from dure.job.gradient_engine import Isolated
 from dure.job.metrics import Metrics
 from dure.job.replica import Replica
 from dure.rl.environments import Environments, frames_per_step

@@ -27,13 +27,13 @@ import torch
 from dure.core.node import Address, EndOfWork, Node, Operation, TimedWork
 from dure.errors import WorkOver
 from dure.job.gradient import Gradient
-from dure.job.isolated import Isolated, seed_of
+from dure.job.gradient_engine import Isolated, seed_of
 from dure.job.replica import Replica
 from dure.rl.messages import FOREVER, SampleTensors
 
 if TYPE_CHECKING:
     from dure.core.meter import Meter
-    from dure.job.gradient_source import Requester
+    from dure.job.gradient import Requester
     from dure.rl.algorithm import RlAlgorithm
     from dure.rl.model_service import ModelService
     from dure.rl.outliers import OutlierFilter

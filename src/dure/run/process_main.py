@@ -14,7 +14,7 @@ import torch
 from dure.core.deployment import SERVER, WORKER
 from dure.core.node import nothing
 from dure.errors import CallTimeout, DamagedFrame, DureError, PeerLost, RemoteError
-from dure.job.gradients import GradientEngine
+from dure.job.gradient_engine import GradientEngine
 from dure.run import checkpoint
 from dure.run.devices import CPU
 from dure.run.process import FAILURE_TEXT, Control, FaultSettings, RunProcess, ServerProcess, WorkerProcess

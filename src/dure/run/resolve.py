@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from dure.errors import StrategyError, UsageError
 from dure.job.companions import Companions
-from dure.job.groups import scaled
 from dure.job.job import Job, dtype_named, load_job
 from dure.job.names import may_have_companions
+from dure.job.rates import scaled
 from dure.partition.blocks import refuse_ties
 from dure.partition.cut import ANY, Speeds, is_by_profile
 from dure.partition.mesh import parts_of, pipeline_of, shared_of

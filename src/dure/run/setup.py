@@ -13,8 +13,7 @@ from dure.codec.timing import random_slices, slices_of
 from dure.core.deployment import SERVER, WORKER, Deployment, NodeSpec, WhenLost
 from dure.errors import UsageError
 from dure.job.companions import RunShape
-from dure.job.data.batches import Batches
-from dure.job.data.split import IID
+from dure.job.data.split import IID, Batches
 from dure.job.initial_model import InitialModel, is_on_meta
 from dure.partition.cut import ANY, Speeds
 from dure.partition.mesh import pipeline_of, shared_of
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
     from dure.codec.base import Codec
     from dure.core.node import Node
     from dure.job.companions import Companions, Figures
-    from dure.job.gradients import GradientEngine
+    from dure.job.gradient_engine import GradientEngine
     from dure.job.job import Job
     from dure.job.replica import Replica
     from dure.run.config import TrainConfig

@@ -20,8 +20,8 @@ import torch
 from dure.core.deployment import SERVER, WORKER, Deployment, NodeId, NodeSpec, WhenLost
 from dure.core.node_view import Names, NodeView
 from dure.core.ranges import equal_ranges
+from dure.job.gradient import JobSource
 from dure.job.initial_model import InitialModel
-from dure.job.source import JobSource
 from dure.partition.layout import StageLayout
 from dure.partition.messages import PortionBatches, StageBatches
 from dure.partition.shared_stage import SharedStage
@@ -33,8 +33,7 @@ from dure.topology.base import RunPlan, Topology
 if TYPE_CHECKING:
     from dure.core.meter import Meter
     from dure.core.node import Node
-    from dure.job.data.batches import Batches
-    from dure.job.data.split import Split
+    from dure.job.data.split import Batches, Split
     from dure.job.job import Job
     from dure.partition.cut import Speeds
     from dure.partition.pipeline import Pipeline
@@ -127,7 +126,7 @@ class WorkerData:
         size = self.batch_sizes[rank]
         sampler = None if self.timing_only else self.sampler(rank)
         flops = self.job.flops_per_sample * size if self.modelled else 0.0
-        return JobSource(self.job, sampler, batch_size=size, share=size / self.total, seed=self.seed, flops=flops)
+        return JobSource(self.job.train, sampler, batch_size=size, share=size / self.total, seed=self.seed, flops=flops)
 
 
 class StageSetup(Protocol):

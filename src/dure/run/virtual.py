@@ -23,7 +23,7 @@ from dure.core.node import Suspend, Task
 from dure.core.state import State
 from dure.errors import DureError, PeerLost, Quarantined
 from dure.job.evaluation import grader_of
-from dure.job.gradients import GradientEngine
+from dure.job.gradient_engine import GradientEngine
 from dure.partition.source import StageSource
 from dure.run.checkpoint import fitting
 from dure.run.outcome import Outcome, Totals, count_stages, figures_of

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from dure.core.meter import Meter
     from dure.core.node import Node
     from dure.core.state import State
-    from dure.job.gradient_source import GradientSource, LocalOptimizer
+    from dure.job.gradient import GradientSource, LocalOptimizer
     from dure.run.checkpoint import Parts
     from dure.run.setup import Setup
     from dure.runtime.virtual.cluster import Cluster

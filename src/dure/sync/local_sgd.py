@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from dure.job.gradient_source import LocalOptimizer
+    from dure.job.gradient import LocalOptimizer
     from dure.sync.worker import Worker
     from dure.topology.replica import Stats
 

@@ -18,7 +18,7 @@ from dure.core.finite import all_finite
 from dure.core.log import log
 from dure.core.node import EndOfWork, Ghost, Suspend, nothing
 from dure.errors import DivergedError, Quarantined, UsageError
-from dure.job.gradient_source import DataSource, GradientSource, LocalOptimizer
+from dure.job.gradient import DataSource, GradientSource, LocalOptimizer
 from dure.topology.replica import Pulled, Stats
 
 if TYPE_CHECKING:

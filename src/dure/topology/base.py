@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from dure.core.meter import Meter
     from dure.core.node import Group, Node, Service
     from dure.core.ranges import Ranges
-    from dure.job.gradients import GradientEngine
+    from dure.job.gradient_engine import GradientEngine
     from dure.job.initial_model import InitialModel
     from dure.job.job import Job
     from dure.job.optimizer import GroupRange, OptimizerSpec

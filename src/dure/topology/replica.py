@@ -12,8 +12,7 @@ if TYPE_CHECKING:
 
     from dure.core.meter import Meter
     from dure.core.node import Node
-    from dure.job.gradient import Gradient
-    from dure.job.gradient_source import LocalOptimizer
+    from dure.job.gradient import Gradient, LocalOptimizer
 
 Stats = Mapping[str, float]
 """Figures of one worker that the others of its group, or of its update's group, get to see."""

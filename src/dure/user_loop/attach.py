@@ -33,13 +33,12 @@ from dure.runtime.wire import Identity
 from dure.sync.base import traits_of
 from dure.sync.worker_state import Boundary, WorkerState
 from dure.topology.base import topology_of
-from dure.user_loop.attached import Attached
-from dure.user_loop.lifetime import report_failure
+from dure.user_loop.attached import Attached, report_failure
+from dure.user_loop.checks import check_unwrapped
 from dure.user_loop.optimizer import UserOptimizer, check_free, check_step, unwrapped
 from dure.user_loop.peers import LoopCollectives
 from dure.user_loop.servers import LoopServers, name_of_run
 from dure.user_loop.source import LoopSource
-from dure.user_loop.wrapped import check_unwrapped
 
 if TYPE_CHECKING:
     from dure.codec.base import Codec

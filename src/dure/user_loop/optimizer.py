@@ -30,8 +30,7 @@ import torch
 from dure.core.state import State
 from dure.errors import UsageError
 from dure.job.optimizer import GroupRange, OptimizerSpec
-from dure.user_loop.gradient_check import MissingGradient
-from dure.user_loop.wrapped import WrapperGuard
+from dure.user_loop.checks import MissingGradient, WrapperGuard
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -12,7 +12,7 @@ from dure.runtime.process.group import AloneGroup, Engine
 from dure.sync.base import traits_of
 from dure.topology.collective.message_group import SentGroup
 from dure.topology.collective.topology import Agreement, GroupSession, Intention
-from dure.user_loop.exchange import Exchange, Failed
+from dure.user_loop.source import Exchange, Failed
 
 if TYPE_CHECKING:
     from dure.core.node import Group

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from tyro.conf import arg
 
 from dure.core.regular_file import check_output
-from dure.job.data.location import data_root
+from dure.job.data.loaders import data_root
 from dure_studies.flags import DATA
 from dure_studies.output import Columns, Row, table_of
 from dure_studies.papers import papers

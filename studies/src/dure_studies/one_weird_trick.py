@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
 
 from dure.job.data.dataset import Data
-from dure.job.data.digits import load_digits
+from dure.job.data.loaders import load_digits
 from dure.job.job import Job
 from dure.partition.tensor.trunk import Scheme
 from dure.run.callbacks import Callbacks

@@ -17,7 +17,7 @@ from pathlib import Path
 from torch import nn
 
 from dure.job.job import Job, load_job
-from dure.job.models.he_values import with_he_values
+from dure.job.models.mlp import with_he_values
 from dure.run.train import train
 from dure_studies.output import Row, spread
 from dure_studies.sharding_virtual import SYNCS, WORKERS, cluster

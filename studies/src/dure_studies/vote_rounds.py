@@ -19,7 +19,7 @@ import torch
 
 from dure.codec.coder import SliceLayout
 from dure.codec.vote import LogLikelihood
-from dure.job.data.structure import called
+from dure.job.data.dataset import called
 from dure.job.evaluation import Evaluator
 from dure.job.replica import Replica
 from dure.run.strategy import make

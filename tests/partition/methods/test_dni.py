@@ -13,7 +13,7 @@ from torch.nn.functional import mse_loss
 import dure
 from dure.errors import UsageError
 from dure.job.data.dataset import Data
-from dure.job.models.digits import digits_mlp
+from dure.job.models.mlp import digits_mlp
 from dure.job.replica import Replica
 from dure.partition.layout import StageLayout
 from dure.partition.methods.dni import DNI

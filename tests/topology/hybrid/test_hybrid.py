@@ -22,7 +22,7 @@ from dure.core.node import Address
 from dure.core.ranges import size
 from dure.errors import Refused, StrategyError, UsageError
 from dure.job.gradient import GradientWork
-from dure.job.gradients import GradientEngine
+from dure.job.gradient_engine import GradientEngine
 from dure.job.optimizer import FlatOptimizer, OptimizerSpec, RangesOptimizer, RowOptimizer
 from dure.job.overlap import Overlap
 from dure.job.replica import Layer, Replica

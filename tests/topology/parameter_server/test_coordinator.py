@@ -20,7 +20,7 @@ from dure.core.node import Call
 from dure.errors import DivergedError, Evicted, Refused
 from dure.job.data.dataset import Data
 from dure.job.gradient import GradientWork
-from dure.job.gradients import GradientEngine
+from dure.job.gradient_engine import GradientEngine
 from dure.job.job import Job
 from dure.job.models.quadratic import Point, half_square
 from dure.job.optimizer import OptimizerSpec

@@ -1,4 +1,4 @@
-"""Location of a data set under the root of all (`dure.job.data.location`).
+"""Location of a data set under the root of all (`dure.job.data.loaders`).
 
 ROOT/mnist/train-images-idx3-ubyte.gz      and three more (or plain files without .gz)
 ROOT/cifar10/cifar-10-binary.tar.gz        or the unpacked folder cifar-10-batches-bin/

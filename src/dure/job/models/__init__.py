@@ -2,11 +2,10 @@
 
     | file         | contents                                                                       |
     |--------------|--------------------------------------------------------------------------------|
-    | mlp.py       | `mlp`, `mlp_maker`, `deep_mlp_maker`: dense layers with ReLU; `top1`: share of right labels |
-    | digits.py    | `digits_mlp`: the job `digits-mlp`; `digits_job`: a job of another model on the digits |
+    | mlp.py       | `mlp`, `mlp_maker`, `deep_mlp_maker`: dense layers with ReLU; `top1`: share of right labels; |
+    |              | `digits_mlp`: the job `digits-mlp`; `digits_job`: a job of another model on the digits |
     | char_gpt.py  | `char_gpt`: the job `char-gpt`, a decoder on any text file                     |
     | local.py     | `LocallyConnected2d`: a layer whose units a partition can assign               |
-    | he_values.py | `with_he_values`: initial values of deep networks with ReLU                    |
     | quadratic.py | `quadratic`: the job `quadratic`, whose optimum is known exactly               |
 
 A job function's parameters are settings of the job (`load_job("digits-mlp", hidden=64)`). The distribution `dure-jobs`
@@ -14,9 +13,8 @@ has more jobs.
 """
 
 from dure.job.models.char_gpt import char_gpt
-from dure.job.models.digits import digits_mlp
 from dure.job.models.local import LocallyConnected2d
-from dure.job.models.mlp import deep_mlp_maker, mlp, mlp_maker, top1
+from dure.job.models.mlp import deep_mlp_maker, digits_mlp, mlp, mlp_maker, top1
 from dure.job.models.quadratic import quadratic
 
 __all__ = [

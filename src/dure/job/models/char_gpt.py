@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
 
 from dure.errors import UsageError
-from dure.job.data.characters import load_characters
+from dure.job.data.loaders import load_characters
 from dure.job.job import Job
 from dure.job.optimizer import OptimizerSpec
 

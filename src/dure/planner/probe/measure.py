@@ -26,7 +26,7 @@ from dure.codec.timing import Slice, random_slices, slices_of, timed
 from dure.core.node import Address, Call, Operation, Reply, TensorSpec
 from dure.core.protocol import COUNT, TEXT, RemoteService, carrying, listed, remote
 from dure.job.gradient import GradientWork
-from dure.job.gradients import GradientEngine
+from dure.job.gradient_engine import GradientEngine
 from dure.job.optimizer import FlatOptimizer, OptimizerSpec
 from dure.job.replica import Replica
 from dure.planner.probe.collectives import repeated

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import torch
 
     from dure.core.node import Group
-    from dure.job.gradients import GradientEngine
+    from dure.job.gradient_engine import GradientEngine
 
 T = TypeVar("T")
 

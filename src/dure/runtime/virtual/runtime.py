@@ -43,7 +43,7 @@ from dure.runtime.virtual.kernel import Kernel
 if TYPE_CHECKING:
     import torch
 
-    from dure.job.gradients import GradientEngine
+    from dure.job.gradient_engine import GradientEngine
     from dure.runtime.virtual.cluster import Cluster
     from dure.runtime.virtual.compute import Durations
     from dure.runtime.virtual.network import Network, Pair

@@ -36,7 +36,7 @@ from dure.core.spec_text import names, nearest
 from dure.errors import StrategyError, UsageError
 
 if TYPE_CHECKING:
-    from dure.job.data.structure import Batch
+    from dure.job.data.dataset import Batch
     from dure.topology.hybrid.choice import Hybrid
 
 MEASURED = 4

@@ -29,7 +29,7 @@ from dure.job.optimizer import FlatOptimizer, GroupRange, OptimizerSpec, RowOpti
 from dure.topology.hybrid.placement import Placement, Rows, ServerPart, Table, rows_read, scatter
 
 if TYPE_CHECKING:
-    from dure.job.data.structure import Batch
+    from dure.job.data.dataset import Batch
 
 
 def check_rule(spec: OptimizerSpec) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dure.core.meter import Meter
     from dure.core.node import Group, Node
     from dure.job.gradient import Gradient, GradientWork
-    from dure.job.gradients import GradientEngine
+    from dure.job.gradient_engine import GradientEngine
     from dure.topology.hybrid.choice import Hybrid
     from dure.topology.replica import WorkerReplica
 

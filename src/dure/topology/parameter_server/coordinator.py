@@ -39,7 +39,7 @@ from dure.topology.parameter_server.shard import Shard
 if TYPE_CHECKING:
     from dure.core.meter import Meter
     from dure.core.node import Node
-    from dure.job.data.batches import Batches
+    from dure.job.data.split import Batches
     from dure.topology.parameter_server.clock import ClockService
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from dure.core.meter import Meter
     from dure.core.node import Node, Operation
-    from dure.job.data.batches import Batches
+    from dure.job.data.split import Batches
     from dure.topology.parameter_server.client import ServerClient
     from dure.topology.parameter_server.coordinator import Run
 

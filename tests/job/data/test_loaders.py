@@ -1,11 +1,33 @@
+"""The folder of data sets, and the digits of the package."""
+
 import hashlib
 from importlib import resources
+from pathlib import Path
 
 import pytest
+from support.wording import raising
 
 from dure.errors import DataError
-from dure.job.data import digits
-from dure.job.data.digits import load_digits, published
+from dure.job.data import loaders
+from dure.job.data.loaders import data_root, load_digits, published
+
+
+def test_the_root_is_the_flag_then_the_environment_then_the_cache(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    environ = {"DURE_DATA": str(tmp_path / "b"), "XDG_CACHE_HOME": "/cache"}
+    assert data_root(tmp_path / "a", environ) == tmp_path / "a"
+    assert data_root(None, environ) == tmp_path / "b"
+    assert data_root(None, {"XDG_CACHE_HOME": "/cache", "DURE_DATA": ""}) == Path("/cache/dure/data")
+    assert data_root(None, {}) == Path.home() / ".cache" / "dure" / "data"
+
+
+def test_a_named_root_must_exist(tmp_path: Path) -> None:
+    with raising(DataError, "--data"):
+        data_root(tmp_path / "absent", {})
+    with raising(DataError, "DURE_DATA"):
+        data_root(None, {"DURE_DATA": str(tmp_path / "absent")})
+
 
 PUBLISHED = "f6d9e39f37dc45d327f6db33428ee58970ccceabb2535a5c179de35886b70443"
 """SHA-256 of the images and the labels that `sklearn.datasets.load_digits(return_X_y=True)` of 1.9.1 returns."""
@@ -32,7 +54,7 @@ def test_a_damaged_file_is_named_with_its_remedy(part, tmp_path, monkeypatch):
     parts = {"empty": b"", "half": whole[:middle], "changed": whole[:middle] + bytes(8) + whole[middle + 8 :]}
     if part in parts:
         (tmp_path / "damaged.npz").write_bytes(parts[part])
-    monkeypatch.setattr(digits, "FILE", str(tmp_path / "damaged.npz"))
+    monkeypatch.setattr(loaders, "FILE", str(tmp_path / "damaged.npz"))
     with pytest.raises(DataError) as caught:
         published()
     assert "damaged.npz, a part of dure, is missing or damaged (" in str(caught.value)

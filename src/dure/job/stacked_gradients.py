@@ -1,6 +1,14 @@
-"""Stacked gradients of plain chains of dense layers and element-wise activations.
+"""Stacked gradients: several gradients of equal shapes at once, in one of two ways, and the check of a way.
 
-The backward pass of a dense layer is three products, written by hand instead of by autograd, for three reasons. The
+| way       | models                                              | gradients                                   |
+|-----------|-----------------------------------------------------|---------------------------------------------|
+| `Dense`   | dense layers and element-wise activations in a chain | batched products, written by hand           |
+| `Vmapped` | others                                              | `torch.func.vmap` over stacked parameters   |
+
+Rows of stacked tensors start at multiples of 64 bytes. Kernels treat unaligned edges differently, and so treat every
+row of a stack alike. `find_fault` checks it: the bits of a gradient must not depend on the other works of its stack.
+
+`Dense` writes the three products of a layer's backward pass by hand instead of by autograd, for three reasons. The
 gradient of a weight is written to its slice of the flat result; autograd would transpose it and copy it twice. No
 gradient by the inputs of the model is computed. Large weights are read in place, since copying them into a stack would
 double the memory traffic that bounds their products.
@@ -8,20 +16,117 @@ double the memory traffic that bounds their products.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dure.job.batched_gradients import Loss, StackMemory, aligned_rows, part_of, present
-from dure.job.data.structure import Batch, joined, tensors
+from dure.core.user_code import explain_user_errors
+from dure.errors import DureError
+from dure.job.data.dataset import Batch, arguments, joined, keywords, mapped, tensors
 
 if TYPE_CHECKING:
-    from dure.job.gradient import GradientWork
+    from dure.job.gradient import Gradient, GradientWork
     from dure.job.replica import Layer, Replica
+
+
+Loss = Callable[[Any, Any], Tensor]
+
+
+class Stacked(Protocol):
+    """A way to compute several gradients of equal shapes at once."""
+
+    describe: str
+    least: int
+    """Least number of pending gradients for which the engine uses it."""
+    fewest: int
+    """Fewest gradients in one stack, where the engine divides more than the most into several stacks."""
+
+    def evaluate(self, works: Sequence[GradientWork]) -> tuple[Tensor, Tensor]:
+        """Compute flat gradients, one per row of a new tensor, and the losses; the host does not wait for them."""
+        ...
+
+
+class StackMemory:
+    """Memory for a stack of tensors of one shape, kept between uses, since new pages cost more than the copy."""
+
+    def __init__(self, shape: Sequence[int], like: Tensor) -> None:
+        self.shape = torch.Size(shape)
+        self._memory = like.new_empty(0)
+
+    def stack(self, tensors: list[Tensor]) -> Tensor:
+        """Copy `tensors` into a stack (len(tensors), *shape), valid until the next call."""
+        if len(self._memory) < len(tensors):
+            self._memory = aligned_rows(len(tensors), self.shape.numel(), self._memory)
+        room = self._memory[: len(tensors), : self.shape.numel()].view(-1, *self.shape)
+        return torch.stack(tensors, out=room)
+
+
+def aligned_rows(count: int, numel: int, like: Tensor) -> Tensor:
+    """New memory for `count` rows of at least `numel` elements, each row at a multiple of 64 bytes."""
+    return like.new_empty(count, numel + -numel % 16)
+
+
+def part_of(rows: Tensor, layer: Layer) -> Tensor:
+    """A view of one parameter in every row: (rows, *its shape)."""
+    return rows[:, layer.start : layer.stop].view(-1, *layer.shape)
+
+
+def present(batch: Batch | None) -> Batch:
+    """The batch of a work, which has one except in timing-only runs."""
+    assert batch is not None
+    return batch
+
+
+def _places(replica: Replica) -> dict[str, str]:
+    """Every place of a parameter in the module, with the name of its layer; each place once.
+
+    `functional_call` with `tie_weights` sets a module that has two names twice, and so never sets it back.
+    """
+    names = {id(each): layer.name for each, layer in zip(replica.parameters, replica.layers, strict=True)}
+    return {
+        f"{path}.{name}" if path else name: names[id(each)]
+        for path, part in replica.module.named_modules()
+        for name, each in part._parameters.items()
+        if id(each) in names
+    }
+
+
+class Vmapped:
+    """Computes stacked gradients by `torch.func.vmap` over stacked parameters, if at least `least` are pending."""
+
+    def __init__(self, replica: Replica, loss: Loss, least: int) -> None:
+        self.least = least
+        self.fewest = least // 2
+        self.describe = f"vmap, where at least {least} are pending"
+        self._layers = replica.layers
+        self._values = StackMemory([replica.numel], replica.params)
+        module, places = replica.module, _places(replica)
+
+        def loss_at(parameters: Mapping[str, Tensor], inputs: Batch, targets: Batch) -> Tensor:
+            placed = {place: parameters[name] for place, name in places.items()}
+            outputs = torch.func.functional_call(module, placed, arguments(inputs), keywords(inputs), tie_weights=False)
+            return loss(outputs, targets)
+
+        self._gradients = torch.func.vmap(torch.func.grad_and_value(loss_at), randomness="error")
+
+    def evaluate(self, works: Sequence[GradientWork]) -> tuple[Tensor, Tensor]:
+        values = self._values.stack([work.values for work in works])
+        inputs = joined(torch.stack, [present(work.inputs) for work in works])
+        targets = joined(torch.stack, [present(work.targets) for work in works])
+        parameters = {layer.name: part_of(values, layer) for layer in self._layers}
+        gradients, losses = self._gradients(parameters, inputs, targets)
+        result = aligned_rows(len(values), values.shape[1], values)[:, : values.shape[1]]
+        for layer in self._layers:
+            part_of(result, layer).copy_(gradients[layer.name])
+        return result, losses
+
+
+# ---- dense layers in a chain
 
 _ALIGNMENT = 64
 """Multiple of elements to which rows are padded for element-wise functions: the most that a vector loop takes."""
@@ -315,3 +420,60 @@ def _is_single(work: GradientWork) -> bool:
 def _single(work: GradientWork) -> Tensor:
     (inputs,) = tensors(present(work.inputs))
     return inputs
+
+
+# ---- the check of a way
+
+_TRIAL = 64
+"""Gradients in the largest stack that the check tries."""
+
+
+def find_fault(
+    stacked: Stacked, work: GradientWork, most: int, alone: Callable[[GradientWork], Gradient]
+) -> str | None:
+    """The reason not to compute works of the shapes of `work` by `stacked`; None if there is none.
+
+    The check computes the same works in stacks of several sizes and orders, whose bits must be equal. It computes two
+    of them by `alone` too, whose result must agree to about half of the dtype's digits.
+    """
+    trial = [_variant(work, shift) for shift in range(min(most, _TRIAL))]
+    try:
+        with warnings.catch_warnings(), explain_user_errors("a stack raised"):
+            warnings.simplefilter("error", UserWarning)  # vmap warns if it falls back to a loop
+            values, losses = stacked.evaluate(trial)
+    except DureError as error:  # code of the user that computes one at a time may raise anything on a stack
+        return str(error.__cause__ or error).strip().split("\n")[0]
+    for stack in _stacks(len(trial), stacked.fewest):
+        again, again_losses = stacked.evaluate([trial[index] for index in stack])
+        if not (_same_bits(again, values[stack]) and _same_bits(again_losses, losses[stack])):
+            return f"bits depend on the company, here of {len(stack)}"
+    for index in (0, len(trial) - 1):
+        reference = alone(trial[index]).values
+        error_size = (values[index] - reference).norm()
+        if reference.isfinite().all() and not error_size <= torch.finfo(reference.dtype).eps ** 0.5 * reference.norm():
+            return f"the gradient differs from the one computed alone by {float(error_size):.2g}"
+    return None
+
+
+def _stacks(count: int, fewest: int) -> Iterator[list[int]]:
+    """The stacks to compare: indices of works, in several numbers and orders."""
+    everyone = list(range(count))
+    yield everyone[::-1]
+    for size in (1, 2, 3, fewest, count // 2 + 1, count - 1):
+        if fewest <= size <= count:
+            yield everyone[-size:]
+            yield everyone[:size][::-1]
+
+
+def _variant(work: GradientWork, shift: int) -> GradientWork:
+    """A work of the same shapes with other values."""
+    return replace(
+        work,
+        values=work.values.roll(shift),
+        inputs=mapped(lambda each: each.roll(shift, 0), present(work.inputs)),
+        targets=mapped(lambda each: each.roll(shift + 1 if shift else 0, 0), present(work.targets)),
+    )
+
+
+def _same_bits(left: Tensor, right: Tensor) -> bool:
+    return torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8))

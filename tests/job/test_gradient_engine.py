@@ -18,8 +18,7 @@ from dure.core.node import Ghost
 from dure.errors import UsageError
 from dure.job.data.dataset import Data
 from dure.job.gradient import Gradient, GradientWork
-from dure.job.gradients import LEAST_PENDING, MOST_BYTES, GradientEngine
-from dure.job.isolated import Isolated
+from dure.job.gradient_engine import LEAST_PENDING, MOST_BYTES, GradientEngine, Isolated
 from dure.job.job import Job
 from dure.job.models.mlp import mlp
 from dure.job.optimizer import OptimizerSpec

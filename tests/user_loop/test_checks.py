@@ -7,7 +7,7 @@ from torch import nn
 
 from dure.errors import UsageError
 from dure.job.replica import Replica
-from dure.user_loop.model_check import RUN_NBYTES, ModelCheck, sums_of_runs
+from dure.user_loop.checks import RUN_NBYTES, ModelCheck, sums_of_runs
 
 
 def model(seed=0):

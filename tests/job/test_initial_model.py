@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from dure.job.initial_model import numel_of, shapes_of
 from dure.job.job import load_job
 from dure.job.replica import Replica
-from dure.job.shapes import numel_of, shapes_of
 
 
 @pytest.mark.parametrize("name", ["digits-mlp", "digits-local"])

@@ -1,4 +1,4 @@
-"""The check that decides whether gradients may be computed together, tried on planted faults."""
+"""Models that are no chain of dense layers, and the check of a way of stacking, tried on planted faults."""
 
 from __future__ import annotations
 
@@ -7,13 +7,30 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.functional import cross_entropy
 
-from dure.job.batch_check import find_fault
-from dure.job.dense_gradients import Dense
 from dure.job.gradient import GradientWork
-from dure.job.gradients import GradientEngine
+from dure.job.gradient_engine import GradientEngine
 from dure.job.models.mlp import mlp
+from dure.job.stacked_gradients import Dense, find_fault
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs"),
+    [
+        (lambda: nn.Sequential(nn.Linear(12, 3), nn.Softmax(1)), (7, 12)),
+        (lambda: nn.Sequential(nn.Linear(12, 3), nn.PReLU()), (7, 12)),
+        (lambda: nn.Sequential(nn.Flatten(0), nn.Linear(84, 3)), (7, 12)),
+        (lambda: nn.Sequential(nn.Linear(12, 3)), (7, 2, 12)),
+        (lambda: nn.Sequential(nn.Linear(12, 4), nn.Linear(5, 3)), (7, 12)),
+        (lambda: nn.Linear(12, 3), (7, 12)),
+    ],
+)
+def test_what_is_no_dense_chain(model, inputs):
+    exact = GradientEngine(SimpleNamespace(model=model, loss=cross_entropy), exact=True)
+    work = GradientWork(0, 0, exact.initial_values(0), torch.zeros(inputs), torch.zeros(7, dtype=torch.long), 0, 1.0)
+    assert Dense.of(exact.replica, cross_entropy, work, 1) is None
 
 
 class Wrapped:

@@ -7,9 +7,9 @@ gradients, never from a measured time, so that the bits of a run do not depend o
     | model                                            | computed                                              |
     |--------------------------------------------------|-------------------------------------------------------|
     | dense layers and element-wise activations in a   | stacked, for any number of pending gradients          |
-    | plain `Sequential`                               | (`dense_gradients.py`)                                |
+    | plain `Sequential`                               | (`Dense` in `stacked_gradients.py`)                   |
     | other models that `torch.func.vmap` supports     | stacked, if at least LEAST_PENDING are pending        |
-    |                                                  | (`batched_gradients.py`)                              |
+    |                                                  | (`Vmapped`)                                           |
     | convolutions, buffers (batch norm), dropout and  | one at a time                                         |
     | other randomness, sparse gradients, and models   |                                                       |
     | of which LEAST_PENDING do not fit in MOST_BYTES  |                                                       |
@@ -18,13 +18,14 @@ On an accelerator a stack may take a share of the memory that is free when the e
 place of MOST_BYTES. There one transfer brings all losses of a call to the host, with the norm of its gradients.
 
 Only gradients of equal shapes are stacked. Before the first stack of a shape, a check computes the same works in
-several stacks (`batch_check.py`). If a bit depends on the other works of a stack, or a result differs from the one
+several stacks (`find_fault`). If a bit depends on the other works of a stack, or a result differs from the one
 computed alone, the engine computes this shape one at a time. `GradientEngine.rule` reports the choices for the run's
 record.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,13 +37,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dure.errors import UsageError
-from dure.job.batch_check import find_fault
-from dure.job.batched_gradients import Stacked, Vmapped
-from dure.job.data.structure import Batch, called, described, tensors
-from dure.job.dense_gradients import Dense
+from dure.job.data.dataset import Batch, called, described, tensors
 from dure.job.gradient import Gradient, GradientWork, ServerGradient
-from dure.job.isolated import Isolated, seed_of
 from dure.job.replica import Replica, has_hooks
+from dure.job.stacked_gradients import Dense, Stacked, Vmapped, find_fault
 
 LEAST_PENDING = 16
 """Least number of pending gradients for vmap. As many stacked models must fit in MOST_BYTES."""
@@ -440,3 +438,61 @@ def _is_plain(module: nn.Module) -> bool:
     """Whether a module is a layer of PyTorch or a `Sequential`, without hooks."""
     own = type(module).__module__.startswith("torch.nn.modules.") and not list(module.children())
     return (own or type(module) is nn.Sequential) and not has_hooks(module)
+
+
+# ---- the context of one computation
+
+
+def seed_of(*parts: int) -> int:
+    """A seed for the random layers of one computation, of the 32 bits that PyTorch's CPU generator uses.
+
+    >>> seed_of(0, 1, 2) == seed_of(0, 1, 2), seed_of(0, 1, 2) == seed_of(0, 2, 1)
+    (True, False)
+    """
+    text = "/".join(map(str, parts))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little")
+
+
+class Isolated:
+    """Context of one computation: enables gradients, seeds PyTorch's generators, and uses one thread if `exact`.
+
+    On exit it restores the previous settings. With `seed=None` the generators stay as they are. It is a class, since
+    three nested `contextmanager` functions take a tenth of a small model's step.
+    """
+
+    __slots__ = ("_device", "_exact", "_fork", "_grad", "_on_host", "_seed", "_state", "_threads")
+
+    def __init__(self, exact: bool, seed: int | None, device: torch.device) -> None:
+        self._exact = exact
+        self._seed = seed
+        self._device = device
+        self._on_host = device.type in ("cpu", "meta")
+
+    def __enter__(self) -> None:
+        self._threads = torch.get_num_threads() if self._exact else 1
+        if self._threads != 1:
+            torch.set_num_threads(1)
+        self._grad = torch.is_grad_enabled()
+        if not self._grad:
+            torch.set_grad_enabled(True)
+        if self._seed is None:
+            return
+        if self._on_host:
+            self._state = torch.get_rng_state()  # costs a fiftieth of fork_rng
+            torch.default_generator.manual_seed(self._seed)
+        else:
+            self._fork = torch.random.fork_rng([self._device], device_type=self._device.type)
+            self._fork.__enter__()
+            torch.default_generator.manual_seed(self._seed)  # `torch.manual_seed` would seed all devices, also others
+            with torch.accelerator.device_index(self._device.index):
+                torch.get_device_module(self._device).manual_seed(self._seed)
+
+    def __exit__(self, *error: Any) -> None:
+        if self._seed is not None and self._on_host:
+            torch.set_rng_state(self._state)
+        elif self._seed is not None:
+            self._fork.__exit__(*error)
+        if not self._grad:
+            torch.set_grad_enabled(False)
+        if self._threads != 1:
+            torch.set_num_threads(self._threads)
