@@ -120,14 +120,14 @@ class ForkServer:
         self.pids.clear()
         self.exited.clear()
         self._last_lines.clear()
-        self._say({"setup": dict(setup)})
+        self._request({"setup": dict(setup)})
 
     def start(self, name: str, **arguments: Any) -> None:
         """Fork a process that runs the loaded main function with `name` and `arguments` (JSON values)."""
         self.exited.pop(name, None)
         self.pids.pop(name, None)  # ignores the exit of an earlier process of this name
         self._forked = True
-        self._say({"start": name, "arguments": arguments})
+        self._request({"start": name, "arguments": arguments})
 
     def look(self) -> None:
         """Read the answers since the last look. Raises `DureError` if the fork server has ended."""
@@ -159,13 +159,13 @@ class ForkServer:
     def signal(self, name: str, number: int) -> None:
         """Send a signal to a running process that was started here."""
         if name in self.pids and name not in self.exited:
-            with contextlib.suppress(ProcessLookupError):  # it has ended, and no answer has told so yet
+            with contextlib.suppress(ProcessLookupError):  # it has ended, and no answer has reported that yet
                 os.kill(self.pids[name], number)
 
     def clear(self) -> None:
         """End all processes of the run; the fork server stays ready for another run."""
         with contextlib.suppress(DureError):  # the fork server has ended, and its children with it
-            self._say({"clear": True})
+            self._request({"clear": True})
 
     def close(self) -> None:
         """End all processes, the fork server included."""
@@ -198,7 +198,7 @@ class ForkServer:
             if name not in self.exited:
                 _kill_group(pid)
 
-    def _say(self, request: Mapping[str, Any]) -> None:
+    def _request(self, request: Mapping[str, Any]) -> None:
         try:
             relay.write_all(self._requests, json.dumps(request).encode() + b"\n")
         except BrokenPipeError as error:
@@ -243,7 +243,7 @@ class _ForkLoop:
         self.children: dict[int, tuple[str, relay.Prefixed]] = {}
         self.outputs: dict[int, _Output] = {}
         self.own = relay.Prefixed(LOADER, ends.shown)
-        self.ended, self.tell = os.pipe()  # the system writes to it when a child exits
+        self.ended, self.wakeup = os.pipe()  # the system writes to it when a child exits
         self.read = 0
         self.main: Callable[..., None]
 
@@ -255,10 +255,10 @@ class _ForkLoop:
         for end in self.ends:
             os.set_inheritable(end, False)
         os.set_blocking(self.ended, False)
-        os.set_blocking(self.tell, False)
+        os.set_blocking(self.wakeup, False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # the launcher's terminal may stop output of other groups
-        signal.set_wakeup_fd(self.tell, warn_on_full_buffer=False)
+        signal.set_wakeup_fd(self.wakeup, warn_on_full_buffer=False)
         pending = b""
         while True:
             ready, _, _ = select.select([self.ends.requests, self.ended, *self.outputs], [], [])
@@ -290,7 +290,7 @@ class _ForkLoop:
         source, sink = os.pipe()
         pid = os.fork()
         if not pid:
-            self._settle(source, sink, fork_server)
+            self._set_up_child(source, sink, fork_server)
             return True
         with contextlib.suppress(OSError):  # it has ended
             os.setpgid(pid, pid)  # the child does the same; the first of both counts
@@ -298,10 +298,10 @@ class _ForkLoop:
         os.set_blocking(source, False)
         self.outputs[source] = _Output(source, relay.Prefixed(name, self.ends.shown))
         self.children[pid] = name, self.outputs[source].lines
-        self._tell({"started": name, "pid": pid})
+        self._report({"started": name, "pid": pid})
         return False
 
-    def _settle(self, source: int, sink: int, fork_server: int) -> None:
+    def _set_up_child(self, source: int, sink: int, fork_server: int) -> None:
         """Set up the child: own standard streams and signals, and exit with the launcher and the fork server."""
         os.setpgid(0, 0)
         signal.set_wakeup_fd(-1)
@@ -310,7 +310,7 @@ class _ForkLoop:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         for descriptor in (relay.STDOUT, relay.STDERR):
             os.dup2(sink, descriptor)
-        for descriptor in (source, sink, self.ended, self.tell, *self.outputs, *self.ends[2:]):
+        for descriptor in (source, sink, self.ended, self.wakeup, *self.outputs, *self.ends[2:]):
             os.close(descriptor)
         watch(self.ends.life)
         if sys.platform == "linux":
@@ -329,7 +329,7 @@ class _ForkLoop:
                 continue  # the job started it while it was loaded
             name, lines = self._forget(pid)
             exited = {"exited": name, "pid": pid, "status": os.waitstatus_to_exitcode(status)}
-            self._tell({**exited, "last_line": lines.last})
+            self._report({**exited, "last_line": lines.last})
 
     def _forget(self, pid: int) -> tuple[str, relay.Prefixed]:
         """Remove a child that has ended, and pass on the rest of its output."""
@@ -359,7 +359,7 @@ class _ForkLoop:
             os.waitpid(pid, 0)
             self._forget(pid)
 
-    def _tell(self, message: Mapping[str, Any]) -> None:
+    def _report(self, message: Mapping[str, Any]) -> None:
         with contextlib.suppress(BrokenPipeError):
             relay.write_all(self.ends.answers, json.dumps(message).encode() + b"\n")
 

@@ -82,12 +82,14 @@ class Interruption:
     def _arrived(self, number: int, _: object) -> None:
         now = time.monotonic()
         if self.number is None:
+            # Noted as well as raised: an exception in a signal handler may be lost (see above).
             self.number, self._came = number, now
         elif now < self._came + SAME_SECONDS:
             return
         self._times += 1
         if self._times > 1:
             for each in NUMBERS:
+                # From the third on the system decides: this code may be what hangs.
                 signal.signal(each, signal.SIG_DFL)
         if self._times > 1 or not self._deferred:
             raise Interrupted(self.number)

@@ -129,6 +129,7 @@ def _wait_for_the_end(life: int) -> None:
 
 if __name__ == "__main__":
     module, name, life, *pipes = sys.argv[1:]
+    # Before the import below: the starter may end during the seconds that torch takes.
     watch(int(life))
     with relayed(name):
         import_module(module).main(Starter(*map(int, pipes)))

@@ -207,8 +207,8 @@ class EngineOperation(Operation[Any]):
 
 
 def _lost(name: str, label: str, error: RuntimeError) -> PeerLost:
-    said = re.sub(r"^\[\S*\] ", "", str(error))  # without the place in the engine's own source
-    reason = re.split(r"\.?(?:\s*\n|\. |$)", said, maxsplit=1)[0]
+    message = re.sub(r"^\[\S*\] ", "", str(error))  # without the place in the engine's own source
+    reason = re.split(r"\.?(?:\s*\n|\. |$)", message, maxsplit=1)[0]
     return PeerLost(
         f"{name} waited for {label}, and a rank is gone ({reason}). "
         "Collectives need every rank: "

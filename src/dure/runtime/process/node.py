@@ -113,6 +113,7 @@ class ProcessNode:
     def compute(self, work: Work) -> Operation[Any]:
         operation: Operation[Any] = Operation(self.loop, "its computation")
         short = isinstance(work, Apply) and work.nbytes < SHORT_NBYTES
+        # The owner's thread computes; meanwhile the helper thread moves bytes, so that peers do not wait for this step.
         if self.wire.busy and not short:
             with self.wire.in_background():
                 value = self._value_of(work)
@@ -256,6 +257,7 @@ class Hosting:
 
     def lost(self, loss: Loss) -> None:
         node = self._node
+        # A process that was started again may be connected before the end of its former connection is seen.
         back = any(here.name == loss.peer and here.incarnation > loss.incarnation for here in node.wire.callers)
         if loss.incoming and not loss.finished and not back:  # a late loss of an earlier incarnation does not count
             for service in list(node.services.values()):
@@ -365,6 +367,8 @@ class Connector:
         """
 
         def opened(error: RemoteError | None) -> None:
+            # A host closes a greeting that takes too long; a process stopped for seconds, at a start under load, comes
+            # again.
             if isinstance(error, GreetingLost) and time.monotonic() < deadline:
                 self._loop.after(AGAIN_SECONDS, lambda: self._connect(peer, deadline))
             else:
@@ -407,6 +411,7 @@ class Outbox(RemoteService):
 
     def _match(self, key: tuple[str, int]) -> None:
         deposits, fetching = self._deposits.get(key), self._fetching.get(key)
+        # A message is read where it lies when the receiver asks: until then the sender keeps it, and nothing is copied.
         while deposits and fetching:
             operation, tensor = deposits.popleft()
             fetching.popleft().resolve(Reply(tensors=(tensor.reshape(-1),), release=operation.resolve))
@@ -461,6 +466,7 @@ class ProcessLoop(Loop):
         """Wait at most `longest` seconds for the wire or a timer, and run their callbacks."""
         if self._timers:
             longest = min(longest, max(0.0, self._timers[0][0] - time.monotonic()))
+        # A heartbeat tells of it: a process that waits for others is not frozen, however long it sends nothing.
         self.waiting = True
         self.wire.poll(0.0 if self.ready or self._polled else longest)
         self.waiting = False

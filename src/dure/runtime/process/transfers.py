@@ -92,6 +92,7 @@ class Lane:
         self.device = device
         self.pool = PinnedPool()
         self._poll = poll
+        # Two streams: a copy to the device must not queue behind one that waits for a gradient.
         self._side = torch.Stream(device)
         self._arrival = torch.Stream(device)
         self._queues: dict[str, _Queue] = {}
@@ -186,11 +187,12 @@ class Lane:
         queue = self._queues[key]
         for message in queue:
             if not message.begun:
+                # In order: a later message must not take the buffers for which this one waits.
                 if not self._take_buffers(message):
                     break
                 self._start_copy(message)
-        if not queue.polled and self._give_to_wire(queue):
-            self._poll(lambda: self._give_to_wire(queue))
+        if not queue.polled and self._send_copied(queue):
+            self._poll(lambda: self._send_copied(queue))
 
     def _take_buffers(self, message: LaneMessage) -> bool:
         """Take the pinned memory of a message and its reply; False if it is in use."""
@@ -211,6 +213,7 @@ class Lane:
             message.ready = True
             return
         with self._side:
+            # Orders the streams on the device; the host does not wait.
             self._side.wait_event(message.computed)
             for pinned, tensor in zip(cut(message.outgoing, message.tensors), message.tensors, strict=True):
                 pinned.copy_(tensor.reshape(-1), non_blocking=True)
@@ -218,7 +221,7 @@ class Lane:
                     tensor.record_stream(self._side)
         message.copied = self._side.record_event()
 
-    def _give_to_wire(self, queue: _Queue) -> bool:
+    def _send_copied(self, queue: _Queue) -> bool:
         """Give the messages that have been copied to the wire, in their order; whether a copy is still under way."""
         queue.polled = True  # a message that leaves may let others advance
         while queue and queue[0].may_leave():
@@ -236,6 +239,7 @@ class Lane:
             return replace(answer, tensors=message.into) if message.into else answer
         message.incoming = None
         with self._arrival:
+            # `into` may still be read by what was queued on the caller's stream before the call.
             self._arrival.wait_event(message.computed)
             for tensor, pinned in zip(message.into, cut(buffer, message.into), strict=True):
                 tensor.view(-1).copy_(pinned, non_blocking=True)

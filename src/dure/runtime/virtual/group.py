@@ -91,6 +91,7 @@ class CollectiveRounds:
 
     def lose(self, rank: int) -> None:
         """Fail the open rounds after a crash of `rank`: a collective needs every member."""
+        # Also for rounds that begin later: no collective of these ranks can end any more.
         self.gone.add(rank)
         for round_ in self.rounds.values():
             if rank not in round_.arrived:
@@ -154,6 +155,7 @@ class VirtualGroup:
 
     def __init__(self, node: GroupNode, ranks: Sequence[int]) -> None:
         self.node = node
+        # Members of equal ranks meet in one object, whichever of them makes its group first.
         key, runtime = shared(ranks), node.runtime
         if key not in runtime.groups:
             runtime.groups[key] = CollectiveRounds(runtime, key)
@@ -256,6 +258,7 @@ class VirtualGroup:
         backward, slices = self.node.runtime.cluster.backward, self.node.runtime.slices
         itemsize, free = _itemsize(gradient), 0.0
         for numel, left in slices or [(gradient.numel(), 0.0)]:
+            # A slice can leave once the slowest member has computed it; `left` is the share of backward after that.
             there = max(ended[r] - (ended[r] - started[r]) * backward * left for r in ended)
             cost = self.collective_rounds.cost("all_reduce", numel * itemsize, itemsize, gradient=True)
             free = max(free, there) + cost.seconds

@@ -53,6 +53,7 @@ class Kernel(Loop):
     def void(self, timer: Timer) -> None:
         """Cancel a timer. A cancelled timer does not keep the simulation alive."""
         time, place, callback = timer
+        # The entry may be gone, or belong to another timer of the same time since: then there is nothing to cancel.
         if place:
             more = self._more.get(time, ())
             if len(more) >= place and more[place - 1] is callback:
@@ -78,12 +79,15 @@ class Kernel(Loop):
             if not times:
                 break
             time = heappop(times)
+            # A time without callbacks (all were cancelled) must neither advance the clock nor let an external event
+            # run: a run whose last timer was cancelled has ended.
             callback = first[time]
             if callback is None and not any(more.get(time, ())):
                 del first[time]
                 more.pop(time, None)
                 continue
             if external and external[0][0] <= time:
+                # Back onto the heap: the external event comes first, and may schedule something before `time`.
                 heappush(times, time)
                 events += 1
                 self.next_external_event()
@@ -97,6 +101,7 @@ class Kernel(Loop):
                     ready.popleft()()
                 events += self._run_more(more[time])
                 del more[time]
+            # Last: while the callbacks ran, `at` of the present time had to find it here, and append to the list.
             del first[time]
         self.events += events
 

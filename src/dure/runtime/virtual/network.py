@@ -179,12 +179,14 @@ class Network:
         (self.bytes_local if pair.local else self.bytes_sent)[node] += wire
         if self._gone and pair.dst in self._gone:
             return
+        # A message is for the present incarnation of its receiver: one that has crashed since does not get it.
         message.life = self._life[pair.dst]
         if self.processes is not None:
             self._hand_over(self.processes, message)
         elif not pair.queues:
             now = max(self.kernel.now, pair.arrived)
             self._arrive_at(now + pair.start + wire * pair.stretch, message)
+        # One connection: a message waits behind the one on the wire even if it is small, or it would overtake it.
         elif pair.current is not None:
             if pair.backlog is None:
                 pair.backlog = deque()
@@ -222,6 +224,8 @@ class Network:
             if index in (pair.src, pair.dst):
                 pair.backlog = None
                 transfer = pair.current
+                # What has left the sender's card entirely arrives, though the sender is gone; the rest leaves both
+                # queues.
                 if transfer is not None and (pair.dst == index or transfer.pending & EGRESS):
                     pair.current = None
                     for queue in (pair.egress, pair.ingress):
@@ -358,6 +362,7 @@ class Network:
         pair = message.pair
         now = self.kernel.now
         handled = now
+        # Both hosts handle the message at once, pipelined: the later of the two ends counts.
         cost = self._alpha + transfer.nbytes * pair.beta
         if cost > 0.0:
             handled = max(pair.src_cpu.reserve(now, cost), pair.dst_cpu.reserve(now, cost))

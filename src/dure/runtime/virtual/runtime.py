@@ -66,6 +66,8 @@ class Computation(Operation[Any]):
         self.finish = begin + seconds
         self.evaluated = False
         self.value: Any = None
+        # On a shared host the cores decide when the computation ends; else its end is known now, and a timer waits for
+        # it.
         self.demand = None if node.process is None else node.process.run(seconds, self.due)
         self.timer = node.kernel.timer(self.finish, self.due) if node.process is None else None
 
@@ -79,6 +81,7 @@ class Computation(Operation[Any]):
 
     def abandon(self) -> None:
         """Drop the computation after a crash of its node or a cancellation."""
+        # Out of the batch as well: nobody needs the gradient any more.
         self.node.runtime.pending.pop(self, None)
         if self.timer is not None:
             self.node.runtime.kernel.void(self.timer)
@@ -144,8 +147,10 @@ class VirtualNode:
         if begin < self.paused_until:
             begin = self.paused_until
         operation = Computation(self, work, begin, runtime.seconds_of(self, work))
+        # A portion reads weights and activations that may change before its virtual end: its value is that of now.
         if isinstance(work, StepPortion):
             operation.value, operation.evaluated = work.run(), True
+        # The value of a gradient is first needed at its virtual end: it is evaluated late, together with others.
         elif runtime.gradient_engine is not None and isinstance(work, GradientWork):
             runtime.pending[operation] = None
         self.running[operation] = None
@@ -236,6 +241,7 @@ class VirtualNode:
         self.runtime.network.drop(self.name)
         for computation in self.running:
             computation.abandon()
+            # Without `resolve`: the tasks that wait for it are killed below, and must not be resumed by a dead node.
             computation.done = True
         self.running.clear()
         for task in self.tasks:
@@ -253,6 +259,7 @@ class VirtualNode:
     def pause(self, seconds: float) -> None:
         """Pause for `seconds`: computations in progress and answers are delayed by that time."""
         now = self.runtime.kernel.now
+        # Overlapping pauses: only what the new one adds is added to the computations.
         before = max(now, self.paused_until)
         self.paused_until = max(before, now + seconds)
         if self.process is not None:
@@ -358,6 +365,7 @@ class RemoteCall(Operation[Reply]):
     def _requested(self) -> None:
         target, fields = self._target, self._fields
         if target.paused_until and target.is_paused():
+            # A paused process does not read its socket; the message has arrived, and waits there.
             target.when_awake(self._requested)
             return
         assert fields is not None
@@ -393,6 +401,7 @@ class RemoteCall(Operation[Reply]):
         if self.source is self._target:
             self._deliver()
             return
+        # The reply takes the connection in the other direction, and so keeps its order among messages that way.
         self.pair = self.pair.back or self.source.network.reverse(self.pair)
         self._send(self._target, reply.fields, reply.tensors)
 
@@ -422,6 +431,8 @@ class RemoteCall(Operation[Reply]):
                 if not isinstance(tensor, Ghost):
                     whole = destination.numel() == tensor.numel()
                     (destination if whole else destination[: tensor.numel()]).copy_(tensor)
+        # The caller copies at once here. A caller that asked to read in the host's memory (`into=None`) releases it
+        # itself.
         if reply.release is not nothing and (self._into is not None or self.done):
             reply.release()
         self.resolve(reply)
@@ -577,6 +588,7 @@ class VirtualRuntime:
         if gradient_engine is None:
             needed.value = GradientWork.ghost(needed.work)  # type: ignore[arg-type]
             return
+        # All that have started: evaluating them now gives the same bits as later, and one batch costs less than many.
         together = [c for c in self.pending if not c.evaluated]
         works = [c.work for c in together]
         if not gradient_engine.batches(works):  # type: ignore[arg-type]
@@ -586,23 +598,25 @@ class VirtualRuntime:
             computation.evaluated = True
 
     def lose(self, node: VirtualNode) -> None:
-        """Crash `node`. After `detection` seconds its callers and all services are told.
+        """Crash `node`. After `detection` seconds its callers and all services notice that.
 
-        They are told after the arrival of its last message: a connection ends after the bytes that were on it.
+        They notice it after the arrival of its last message: a connection ends after the bytes that were on it.
         """
         under_way = [(number, call) for source in self.nodes.values() for call, number in source.calls.items()]
         ended = [call for _, call in sorted(under_way, key=itemgetter(0)) if call.concerns(node)]
         for call in ended:
             del call.source.calls[call]
         node.crash()
-        told = max(self.kernel.now + self.detection, self.network.last_arrival(node.name))
-        self.kernel.at(told, lambda: self._tell_of(node, ended))
+        # A connection reports its end after the bytes before it: no peer may learn of the crash before the last
+        # message.
+        noticed = max(self.kernel.now + self.detection, self.network.last_arrival(node.name))
+        self.kernel.at(noticed, lambda: self._report_loss(node, ended))
 
-    def _tell_of(self, node: VirtualNode, ended: Sequence[RemoteCall]) -> None:
+    def _report_loss(self, node: VirtualNode, ended: Sequence[RemoteCall]) -> None:
         for call in ended:
             call.lose(node)
         if node.alive:
-            return  # it has restarted, and tells the others when it joins
+            return  # it has restarted; its peers learn that when it joins
         for members, collective_rounds in self.groups.items():
             if node.rank in members and node.name.startswith("worker"):
                 collective_rounds.lose(node.rank)

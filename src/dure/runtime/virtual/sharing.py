@@ -64,6 +64,7 @@ class Cores:
     def begin(self, demand: Demand, ended: Callable[[], None]) -> None:
         """Start to serve `demand`; `ended` is called once it has got its seconds."""
         self._advance()
+        # Nobody is in service: the own time begins at 0 again, so that it keeps its precision in a long run.
         if not self._present:
             self._heap.clear()
             self._virtual = 0.0
@@ -87,6 +88,7 @@ class Cores:
 
     def _first(self) -> Demand | None:
         heap = self._heap
+        # Removal is lazy: a demand that has ended or begun anew leaves its old entry behind, with another tag.
         while heap and (heap[0][2] not in self._present or heap[0][0] != heap[0][2].tag):
             heappop(heap)
         return heap[0][2] if heap else None
@@ -105,6 +107,7 @@ class Cores:
         self._advance()
         first = self._first()
         assert first is not None
+        # Rounding can leave the own time just short of the tag at which the timer fired.
         self._virtual = max(self._virtual, first.tag)
         _, _, demand, ended = heappop(self._heap)
         self._present.discard(demand)
@@ -184,6 +187,8 @@ class Process:
     def _ended(self) -> None:
         demand, self._current = self._current, None
         assert demand is not None
+        # The coroutines that `done` resumes run in this same virtual moment. What they ask for follows from this
+        # demand: a real thread goes on with it before it looks at its next message.
         self._following = []
         kernel = self._cores.kernel
         kernel.timer(kernel.now, self._followed)  # runs after the coroutines that `done` resumes
@@ -234,6 +239,8 @@ class SharingQueue:
         """Start to serve `transfer`."""
         now = self.kernel.now
         active = self.active
+        # Own time: bytes that a transfer of weight 1 has got. It runs slower the more weights are in service, and the
+        # tag of a transfer, once given, never changes.
         if active:
             virtual = self._virtual = self._virtual + (now - self._last) * self.bandwidth / self._total
         else:
@@ -267,6 +274,7 @@ class SharingQueue:
     def fire(self) -> None:
         """Handle an event: finish the transfers that end now, and schedule the next event."""
         now = self.kernel.now
+        # Events are not cancelled: one that an arrival or a removal has overtaken finds nothing due.
         if now < self._due:
             return
         self._due = math.inf
@@ -277,6 +285,7 @@ class SharingQueue:
             return
         tag, _, transfer = heap[0]
         due = self._last + (tag - self._virtual) * self._total / self.bandwidth
+        # Transfers that arrived since the event was scheduled have delayed the end.
         if due > now:
             self._due = due
             self.kernel.at(due, self._fire)

@@ -15,7 +15,7 @@ from dure.core.node import Reply, TensorSpec, nothing
 from dure.errors import CallTimeout, DamagedFrame, GreetingLost, PeerLost, Refused, RemoteError
 from dure.runtime.wire.connection import Connection, Shared
 from dure.runtime.wire.frame import Frame, Kind, encode_meta
-from dure.runtime.wire.memory import Lease, announced, bytes_of, described, fitting, nbytes_of, spec_of, specs_told
+from dure.runtime.wire.memory import Lease, announced, bytes_of, described, fitting, nbytes_of, parsed_specs, spec_of
 from dure.runtime.wire.reactor import begin_connection
 from dure.runtime.wire.seals import Prover
 from dure.runtime.wire.values import Identity, Loss, OnDone, Request
@@ -52,11 +52,11 @@ class Pending:
         self.timer: Timer | None = None
         self.done = False
 
-    def places(self, told: Sequence[tuple[str, int]]) -> list[memoryview]:
-        """Memory for the tensors `told` of a reply, which fit."""
+    def places(self, listed: Sequence[tuple[str, int]]) -> list[memoryview]:
+        """Memory for the tensors `listed` of a reply, which fit."""
         if not self.request.at_most:
             return self.views
-        return [bytes_of(tensor[:numel]) for tensor, (_, numel) in zip(self.request.into or (), told, strict=True)]
+        return [bytes_of(tensor[:numel]) for tensor, (_, numel) in zip(self.request.into or (), listed, strict=True)]
 
     def cancel(self) -> None:
         """Cancel the call. Afterwards its tensors are neither read nor written; the host may still have executed it.
@@ -64,7 +64,7 @@ class Pending:
         Exception: tensors in rooms (`Wire.room_like`) are read by the host until it has answered.
         """
         if not self.done and self._outbound is not None:
-            self._outbound.give_up(self)
+            self._outbound.abandon(self)
         self.done = True
 
 
@@ -118,6 +118,7 @@ class Outbound:
         """Memory that the host can read, with large `tensors` or copies of them; None if they must be sent."""
         if not self.connection.lends or sum(tensor.nbytes for tensor in tensors) < self.shared.limits.lent_nbytes:
             return None
+        # The tensors lie in a shared buffer of the owner's (`Wire.room_like`): no copy, and no budget of this wire.
         if self.shared.lender.where(tensors) is not None:
             return Lease.of(tensors)
         room = self.shared.rooms.take([spec_of(tensor) for tensor in tensors])
@@ -126,7 +127,7 @@ class Outbound:
                 place.copy_(tensor.detach().reshape(-1))
         return room
 
-    def _settled(self, number: int) -> None:
+    def _free_shared(self, number: int) -> None:
         """Free the room of a request: the host has answered, or never gets the request."""
         room = self._rooms.pop(number, None)
         if room is not None:
@@ -136,10 +137,13 @@ class Outbound:
         """End a call with `result`, which the owner gets."""
         self.calls.pop(pending.number, None)
         self.shared.reactor.timers.cancel(pending.timer)
+        # A call can end before its request has left (a time-out): its tensors are the owner's again from here on.
         if pending.outgoing is not None:
             pending.outgoing.abort()
 
         def hand_over() -> None:
+            # The owner may have cancelled the call since the reply arrived; it then gets no callback, but lent memory
+            # still has to go back.
             if not pending.done:
                 pending.done = True
                 pending.on_done(result)
@@ -148,26 +152,29 @@ class Outbound:
 
         self.shared.reactor.events.append(hand_over)
 
-    def give_up(self, pending: Pending) -> None:
+    def abandon(self, pending: Pending) -> None:
         """Cancel a call: stop using its tensors, and tell the host if the request has begun to leave."""
         with self.shared.reactor.lock:
             if self.calls.pop(pending.number, None) is None:
                 return
             self.shared.reactor.timers.cancel(pending.timer)
+            # Three cases: its reply is arriving, into tensors that are the owner's again; its request has left at least
+            # in part, so that the host will answer; or no byte of it has left.
             if self._receiving is pending:
                 self._receiving = None
                 self._dropping = True
                 self.connection.parser.drop()
             elif pending.outgoing is None or not self.connection.withdraw(pending.outgoing):
+                # The answer may be under way: it is received and dropped, up to the size that the call allowed.
                 self._abandoned[pending.number] = sum(map(nbytes_of, pending.into))
                 self.connection.send(Kind.CANCEL, {}, request=pending.number)
             else:
-                self._settled(pending.number)
+                self._free_shared(pending.number)
 
     def frame(self, frame: Frame) -> None:
         kind = frame.header.kind
         if kind is Kind.REFUSAL:
-            self.connection.end(error_told(frame.meta))
+            self.connection.end(error_of(frame.meta))
         elif kind is Kind.GOODBYE:
             self.connection.end(PeerLost("it has finished"), finished=True)
         elif kind is Kind.REPLY and not frame.complete:
@@ -183,8 +190,10 @@ class Outbound:
         if self.error is not None:
             return
         kind = type(error) if isinstance(error, (DamagedFrame, Refused)) else PeerLost
+        # Set before the calls fail: their callbacks may call again, and then get this error at once.
         self.error = kind(f"{self.name} is gone: {error}")
         self._receiving = None
+        # The host may still run and read them: memory that is used again would change while it reads.
         for room in self._rooms.values():
             room.forget()
         self._rooms.clear()
@@ -194,20 +203,20 @@ class Outbound:
         self.shared.reactor.events.append(lambda: self.shared.host.lost(loss))
 
     def _too_late(self, pending: Pending) -> None:
-        self.give_up(pending)
+        self.abandon(pending)
         error = CallTimeout(f"{self.name} did not answer {_shown(pending)} within {pending.request.timeout} s.")
         pending.timer = None
         self.finish(pending, error)
 
     def _expected(self, frame: Frame, pending: Pending) -> RemoteError | None:
         """The error if the reply does not fit `into`; None if it does."""
-        told = frame.meta.get("tensors")
-        specs = fitting(pending.into, told)
+        listed = frame.meta.get("tensors")
+        specs = fitting(pending.into, listed)
         weighs = None if specs is None else sum(map(nbytes_of, specs))
         lent = weighs or 0 if "memory" in frame.meta else 0
         if weighs == frame.header.payload_nbytes + lent and isinstance(frame.meta.get("fields"), dict):
             return None
-        answered = f"{self.name} answered {_shown(pending)} with {announced(told)}"
+        answered = f"{self.name} answered {_shown(pending)} with {announced(listed)}"
         return RemoteError(f"{answered}, `into` takes {described(pending.into)}: give `into` tensors that fit.")
 
     def _announced(self, frame: Frame) -> None:
@@ -217,6 +226,7 @@ class Outbound:
         if pending is None:
             if frame.header.request not in self._abandoned:
                 raise DamagedFrame(f"a reply to request {frame.header.request}, which was not made.")
+            # A cancelled call of a large tensor is no damage; a host that sends more than it was asked for is.
             most = max(most, self._abandoned[frame.header.request])
         else:
             error = self._expected(frame, pending)
@@ -233,10 +243,10 @@ class Outbound:
 
     def _arrived(self, frame: Frame) -> None:
         number = frame.header.request
-        self._settled(number)
+        self._free_shared(number)
         if self._abandoned.pop(number, None) is not None or self._dropping:
             self._dropping = False
-            self._give_back(frame)
+            self._return_memory(frame)
             return
         if frame.aborted:
             raise DamagedFrame("a reply that its host gave up.")
@@ -248,15 +258,18 @@ class Outbound:
             self._borrow(frame, pending)
             return
         error = None if frame.header.payload_nbytes else self._expected(frame, pending)
+        # The copy counts only if the connection is still open behind it: a host that has failed or finished writes to
+        # its memory without waiting for this process.
         if error is None and "memory" in frame.meta and not self._read(frame, pending.request.into or ()):
             self.connection.end(PeerLost("its connection closed while its memory was read"))
             return
-        self._give_back(frame)
+        # Before the callback: the host can go on while the owner works with the reply.
+        self._return_memory(frame)
         self.finish(pending, error or Reply(frame.meta["fields"], pending.request.into or ()))
 
     def _borrow(self, frame: Frame, pending: Pending) -> None:
         """End a call with tensors in the host's memory, valid until the reply's `release`."""
-        specs = specs_told(frame.meta.get("tensors"))
+        specs = parsed_specs(frame.meta.get("tensors"))
         if specs is None or not isinstance(frame.meta.get("fields"), dict):
             raise DamagedFrame("a reply without fields, or of tensors that it does not describe.")
         lent = self.connection.borrowed(frame.meta["memory"], specs)
@@ -264,31 +277,31 @@ class Outbound:
 
     def _release(self, frame: Frame) -> None:
         with self.shared.reactor.lock:
-            self._give_back(frame)
+            self._return_memory(frame)
         if self.shared.reactor.lent:
             self.shared.reactor.wake()
 
     def _read(self, frame: Frame, into: Sequence[torch.Tensor]) -> bool:
         """Copy tensors from the host's memory. Return whether the host still lent them after the copy."""
-        told = [TensorSpec(*each) for each in frame.meta["tensors"]]
-        lent = self.connection.borrowed(frame.meta["memory"], told)
+        listed = [TensorSpec(*each) for each in frame.meta["tensors"]]
+        lent = self.connection.borrowed(frame.meta["memory"], listed)
         for place, tensor in zip(into, lent, strict=True):
             place.detach().view(-1)[: tensor.numel()].copy_(tensor)
         return not self.connection.deserted()
 
-    def _give_back(self, frame: Frame) -> None:
+    def _return_memory(self, frame: Frame) -> None:
         if "memory" in frame.meta:
             self.connection.send(Kind.RETURNED, {}, request=frame.header.request)
 
     def _failed(self, frame: Frame) -> None:
         number = frame.header.request
-        self._settled(number)
+        self._free_shared(number)
         if self._abandoned.pop(number, None) is not None:
             return
         pending = self.calls.get(number)
         if pending is None:
             raise DamagedFrame(f"an error for request {number}, which was not made.")
-        error = error_told(frame.meta)
+        error = error_of(frame.meta)
         self.finish(pending, type(error)(f"{self.name}, {_shown(pending)}: {error}"))
 
 
@@ -324,7 +337,7 @@ class CallerHandshake:
         if not self.connection.proven:
             self._proved(frame)
         elif kind is Kind.REFUSAL:
-            self.connection.end(error_told(frame.meta))
+            self.connection.end(error_of(frame.meta))
         elif kind is Kind.GOODBYE:
             self.connection.end(PeerLost("it has finished"), finished=True)
         elif kind is Kind.WELCOME:
@@ -336,6 +349,7 @@ class CallerHandshake:
         if self._error is not None:
             return
         kind = type(error) if isinstance(error, (DamagedFrame, Refused)) else PeerLost
+        # A wire listens there, and lost this greeting: one of both processes was stopped. It is worth another try.
         if kind is PeerLost and self._challenged and not finished:
             kind = GreetingLost
         self._error = kind(f"{self._name} is gone: {error}")
@@ -346,6 +360,7 @@ class CallerHandshake:
         if host.name != self._name:
             raise Refused(f"{self._name} was expected at this address, {host.name} answered: correct the addresses.")
         self.connection.agree(frame.meta)
+        # The host has done the same right after WELCOME: from here on payloads have checksums.
         if self.connection.trusted:
             self.connection.trust()
         self.connection.count_with(self._name)
@@ -372,7 +387,7 @@ class CallerHandshake:
             self.connection.send(Kind.HELLO, self._shared.identity.to_meta() | self.connection.offer())
 
 
-def error_told(meta: Mapping[str, Any]) -> RemoteError:
+def error_of(meta: Mapping[str, Any]) -> RemoteError:
     """The error that a frame of the host describes."""
     kind = _ERRORS.get(str(meta.get("error")), RemoteError)
     return kind(str(meta.get("message")))

@@ -76,6 +76,7 @@ class Connection:
         self.shared = shared
         self.sock = sock
         self.side = side
+        # A peer that has not proved that it has the key gets 64 bytes of memory, and none of its bytes is decoded.
         self.parser = Parser(None, meta_limit=UNPROVEN_NBYTES)
         self.parser.reads = False
         self.traffic = PeerTraffic()  # of its own until the name of the peer is known
@@ -166,8 +167,11 @@ class Connection:
         if self.closed or self._closing:
             return
         reason = {"error": type(error).__name__, "message": str(error)[:4096]}
+        # Close in three steps: REFUSAL, then the end of writing (`_write`), then the socket, after a while. A socket
+        # that is closed with unread bytes sends RST, and the peer's kernel drops the reason unread.
         self._send_last(Kind.REFUSAL, reason if self.proven else REFUSAL)
         self.shared.reactor.timers.after(self.shared.limits.linger_seconds, lambda: self.end(error))
+        # For the side it is over now, whatever still happens on the socket.
         self.side.ended(error, False)
 
     def hang_up(self) -> None:
@@ -186,9 +190,11 @@ class Connection:
         if self.closed:
             return
         self.closed = True
+        # `closed` is set and the socket gone before any callback: each of them may call this connection again.
         self.shared.connections.discard(self)
         self.shared.reactor.watch(self.sock, 0, self)
         self.sock.close()
+        # Frames that will never leave: their tensors are free.
         while self.queue:
             frame = self.queue.popleft()
             frame.abort()
@@ -202,12 +208,14 @@ class Connection:
 
     def resume(self) -> None:
         self.paused = False
+        # The parser may hold whole frames that arrived before the pause: no event of the socket would announce them.
         self.shared.reactor.soon(self._catch_up)
 
     def deserted(self) -> bool:
         """Whether the peer has closed behind bytes that are not read yet (where the system can tell)."""
         if self.closed or not hasattr(select, "POLLRDHUP"):
             return self.closed
+        # POLLRDHUP tells of the peer's end although unread bytes lie before it; `recv` would have to read them first.
         poll = select.poll()
         poll.register(self.sock, select.POLLRDHUP)
         return bool(poll.poll(0))
@@ -246,6 +254,7 @@ class Connection:
 
     def _send_last(self, kind: Kind, meta: Mapping[str, Any] | bytes) -> None:
         self._closing = True
+        # Reading goes on, to see the peer's end: received bytes are dropped (`_ignore`).
         self.paused = False
         if self._enqueue(self._frame(kind, meta, (), 0)):
             self._write()
@@ -295,6 +304,7 @@ class Connection:
             self.parser.received(got)
             self._take()
             left -= got
+            # The socket is empty for now; asking it again would only cost a system call.
             if got < len(space):
                 return
 
@@ -324,15 +334,16 @@ class Connection:
             frame = self.parser.take()
             if frame is None:
                 break
+            # A frame comes twice if its payload needs memory; it counts when it is whole.
             if frame.complete:
                 self._count(frame)
             self.side.frame(frame)
         self._set_low()
 
-    def borrowed(self, told: object, specs: Sequence[TensorSpec]) -> list[torch.Tensor]:
+    def borrowed(self, listed: object, specs: Sequence[TensorSpec]) -> list[torch.Tensor]:
         """The neighbor's tensors in its memory. Raises `DamagedFrame`; `PeerLost` if the memory is gone."""
         try:
-            tensors = self.shared.borrower.tensors(self.neighbor, told, specs)
+            tensors = self.shared.borrower.tensors(self.neighbor, listed, specs)
         except DureError as error:
             if isinstance(error, RemoteError):
                 raise
@@ -364,6 +375,7 @@ class Connection:
         except OSError as error:
             self._unwritable(error)
             return
+        # The last frame has left. The peer reads it, then the end, and closes.
         if self._closing and not self.queue:
             self.hang_up()
         self._watch()
@@ -378,12 +390,15 @@ class Connection:
         if self.closed:
             return
         mask = 0 if self.paused or self._connecting else selectors.EVENT_READ
+        # Watched for writing only while frames wait: a socket is nearly always writable, and the loop would spin.
         if self.queue or self._connecting:
             mask |= selectors.EVENT_WRITE
         self.shared.reactor.watch(self.sock, mask, self)
 
     def _set_low(self) -> None:
         """Set the bytes that wake this process: many while bulk data arrive."""
+        # Waking for every segment of a large payload costs more than the copies. The rest of a payload below the mark
+        # wakes at one byte again, else it would never be read.
         low = _WAKE_NBYTES if self.parser.awaited_nbytes >= _WAKE_NBYTES else 1
         if low != self._low and not self.closed:
             self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, low)

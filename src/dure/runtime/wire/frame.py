@@ -152,6 +152,7 @@ class Outgoing:
     ) -> None:
         payload = [view for view in payload if len(view)]
         size = sum(map(len, payload))
+        # In the header, so that the meta is verified before a byte of it is decoded.
         check = xxhash.xxh3_64_intdigest(meta)
         self._header = pack_header(Header(*header[:5], len(meta), size, check))
         self._meta = meta
@@ -161,6 +162,7 @@ class Outgoing:
         self.on_sent: Callable[[], None] = nothing
         self.started = False
         self._aborted = self._last = False
+        # One system call for the whole frame, and the caller's tensors are free at once.
         self._copied = size <= SMALL_NBYTES
         self._payload = deque([memoryview(b"".join(payload))] if self._copied and size else payload)
         self._left = size
@@ -196,6 +198,8 @@ class Outgoing:
 
     def abort(self) -> None:
         """Stop reading the tensors. Zeros replace the rest of the payload, and the receiver drops the frame."""
+        # The header has announced the payload's length, and part of it may have left: the stream stays in step only if
+        # as many bytes follow.
         if self._payload and not self._copied:
             self._aborted = True
             self._payload.clear()
@@ -282,10 +286,13 @@ class Parser:
             return _NO_SPACE
         if self._start == self._stop:
             self._start = self._stop = 0
+            # The inbox is empty: large parts are received where they belong, without a copy.
             if self._targets:
                 return self._targets[0][:PIECE_NBYTES]
         elif self._start:
             rest = self._stop - self._start
+            # A frame is cut by the end of the inbox. The copy makes the overlap safe; it is at most a header and a
+            # meta.
             self._inbox[:rest] = bytes(self._inbox[self._start : self._stop])
             self._start, self._stop = 0, rest
         return self._inbox[self._stop :]
@@ -333,6 +340,7 @@ class Parser:
             self._left = self._header.payload_nbytes
             self._stage = _Stage.PAYLOAD
         if self._stage is _Stage.PAYLOAD:
+            # The bytes still pass the seal, so that the trailer is checked and the connection goes on.
             self._targets.clear()
             self._dropping = True
 
@@ -344,6 +352,7 @@ class Parser:
     def _open(self) -> None:
         self._raw_header = self._pop(HEADER_NBYTES)
         header = unpack_header(self._raw_header)
+        # Before the lengths are used, the cheap refusals.
         if self.job is not None and header.job != self.job:
             raise Refused(f"the frame belongs to job {header.job:016x}, this connection to {self.job:016x}.")
         if header.meta_nbytes > self.meta_limit:
@@ -371,6 +380,7 @@ class Parser:
         raw, tag = bytes(self._meta[: header.meta_nbytes]), bytes(self._meta[header.meta_nbytes :])
         if xxhash.xxh3_64_intdigest(raw) != header.meta_check:
             raise DamagedFrame("a frame's meta does not match its checksum.")
+        # Only now is the meta decoded: nothing that an attacker wrote reaches the JSON parser.
         check_tag(tag, self.seals.tag(self._raw_header, raw))
         self._frame = Frame(header, decode_meta(raw)) if self.reads else Frame(header, {}, raw)
         self._dropping = False

@@ -43,13 +43,18 @@ class Callers:
         self.shared = shared
         self.open: dict[str, Inbound] = {}
         self.greeting: OrderedDict[Connection, None] = OrderedDict()  # whose handshake is not done
+        # Callers that wait for memory, first come first served. A connection stands in line at most once: it reads no
+        # further request before this one has its memory.
         self._line: deque[Inbound] = deque()
+        # By name, the least incarnation that is admitted. It outlives the connection: a late packet of an evicted
+        # process, or the process itself after a pause, must not come back as the process that has replaced it.
         self._fence: dict[str, int] = {}
         self._looking = False
 
     def came(self, connection: Connection) -> None:
         self.greeting[connection] = None
         if len(self.greeting) > self.shared.limits.handshakes:
+            # A process without the key can open connections, but only displace others that have not proved theirs.
             oldest = next(iter(self.greeting))
             oldest.end(PeerLost("too many connections were half-open"))
 
@@ -79,6 +84,7 @@ class Callers:
         name = inbound.caller.name
         there = self.open.get(name)
         if there is not None:
+            # Its requests that the owner has not run yet are dropped (`hand_over`): the new incarnation repeats them.
             there.fenced = True
             there.connection.refuse(Refused(f"{name} connected again as incarnation {inbound.caller.incarnation}."))
         self.open[name] = inbound
@@ -92,22 +98,28 @@ class Callers:
         self._fence[name] = max(self._fence.get(name, 0), incarnation + 1)
         there = self.open.get(name)
         if there is not None and there.caller.incarnation <= incarnation:
+            # As above: nothing of an evicted caller may count after the owner has decided that it is gone.
             there.fenced = True
             there.connection.refuse(Refused(f"{name}, incarnation {incarnation}, was evicted: {reason}"))
 
-    def room_for(self, inbound: Inbound, specs: Sequence[TensorSpec]) -> Lease | None:
+    def memory_for(self, inbound: Inbound, specs: Sequence[TensorSpec]) -> Lease | None:
         """Memory for a payload; None if there is none, and `inbound` waits in line for a call of `placed`."""
+        # No overtaking, although a small payload might fit: a stream of them would let a large one wait for ever.
+        # Callers in line that already hold their whole share do not count: they wait for themselves.
         lease = None if any(map(self._may_hold, self._line)) else self._take(inbound)
         if lease is None:
             self._line.append(inbound)
             self._look_soon()
         return lease
 
-    def room_freed(self) -> None:
+    def memory_freed(self) -> None:
         if self._line:
+            # In the next turn, not here: a release can come from the middle of a frame of another connection.
             self.shared.reactor.soon(self._serve_line)
 
     def _take(self, inbound: Inbound) -> Lease | None:
+        # Lent tensors count as if they were copied here: otherwise lending would evade the budget of requests that
+        # wait.
         elsewhere = inbound.waiting is not None
         return self.shared.staging.take(inbound.wanted, elsewhere=elsewhere, share=inbound.share)
 
@@ -122,6 +134,7 @@ class Callers:
                 self._line.remove(waiting)
             elif self._may_hold(waiting):
                 lease = self._take(waiting)
+                # The first that may hold memory gets the next that is free; the ones behind it keep waiting.
                 if lease is None:
                     return
                 self._line.remove(waiting)
@@ -135,9 +148,12 @@ class Callers:
     def _look(self) -> None:
         """End waiting connections whose caller is gone, which no read would notice, and stalled payloads."""
         self._looking = False
+        # A caller that stops in the middle of a payload holds memory for which others wait. Nothing else would end it:
+        # its process may live, and its connection answer keep-alives.
         for inbound in list(self.open.values()):
             inbound.check_progress()
         for waiting in list(self._line):
+            # A waiting connection is not read, so that its end is not seen by a read either.
             if waiting.connection.deserted():
                 waiting.connection.end(PeerLost("its connection closed in the middle of a message"))
         self._serve_line()
@@ -203,10 +219,12 @@ class HostHandshake:
                 connection.refuse(Refused(reason))
                 return
             self._callers.gone(connection)
+            # The side changes before WELCOME leaves: the caller may send its first request at once.
             self._callers.enter(Inbound(shared, self._callers, connection, caller))
             connection.count_with(caller.name)
             connection.open_up()
             connection.send(Kind.WELCOME, shared.identity.to_meta() | connection.offer())
+            # After WELCOME, which is the last frame under the strict seals of the handshake; the caller does the same.
             if connection.trusted:
                 connection.trust()
             connection.resume()
@@ -272,12 +290,13 @@ class Inbound:
         if self._ended:
             return
         self._ended = True
+        # First out of the table: the callbacks below must not find this caller as connected.
         self.callers.leave(self)
         self._take_back(finished=finished)
         if self._lease is not None:
             self._lease.release()
             self._lease = None
-            self.callers.room_freed()
+            self.callers.memory_freed()
         loss = Loss(self.caller.name, str(error), finished, True, self.caller.incarnation)
         self.shared.reactor.events.append(lambda: self.shared.host.lost(loss))
 
@@ -286,6 +305,8 @@ class Inbound:
         if self.copied or self.lent:
             self.connection.hang_up()  # before the memory is written to: a caller checks the connection after a copy
         self.shared.reactor.events.extend(self.copied.values())
+        # A caller that still runs may be reading lent memory, whatever became of its connection. Only its
+        # GOODBYE or its end shows that it does not. Without either, the owner is never told to reuse the memory.
         if finished or not has_memory(self.connection.neighbor):
             self.shared.reactor.events.extend(self.lent.values())
         self.copied.clear()
@@ -305,7 +326,7 @@ class Inbound:
             self._refuse(frame, error)
             return
         self.wanted = specs
-        lease = self.callers.room_for(self, specs)
+        lease = self.callers.memory_for(self, specs)
         if lease is None:
             self.connection.pause()
         else:
@@ -353,11 +374,11 @@ class Inbound:
             expected = [TensorSpec(*spec) for spec in self.shared.host.expects(service, method)]
         except (LookupError, TypeError, ValueError):
             raise Refused(f"{self.shared.identity.name} has no {service!r} with a method {method!r}.") from None
-        told = frame.meta.get("tensors")
-        specs = fitting(expected, told)
+        listed = frame.meta.get("tensors")
+        specs = fitting(expected, listed)
         if specs is None:
             raise Refused(
-                f"{service}.{method} carries {described(expected)}, {self.caller.name} announced {announced(told)}."
+                f"{service}.{method} carries {described(expected)}, {self.caller.name} announced {announced(listed)}."
             )
         size = 0 if "memory" in frame.meta else sum(map(nbytes_of, specs))
         if size != frame.header.payload_nbytes:
@@ -374,7 +395,7 @@ class Inbound:
         if frame.aborted:
             if lease is not None:
                 lease.release()
-                self.callers.room_freed()
+                self.callers.memory_freed()
             self._send_error(frame.header.request, RemoteError("its caller gave it up."))
             return
         if lease is None:
@@ -391,8 +412,9 @@ class Inbound:
 
     def _wait_to_borrow(self, frame: Frame, specs: Sequence[TensorSpec]) -> None:
         """Borrow the tensors of a request now, or when memory is free: borrowed bytes count as received ones."""
+        # Set before the attempt: `placed` may come later from the line, and finds both here.
         self.wanted, self.waiting = specs, frame
-        lease = self.callers.room_for(self, specs)
+        lease = self.callers.memory_for(self, specs)
         if lease is None:
             self.connection.pause()
             return
@@ -410,12 +432,15 @@ class Inbound:
         meta = frame.meta
         answer = Answer(self, frame.header.request, lease, borrows=meta.get("borrows") is True)
         self.answers[frame.header.request] = answer
+        # An owner that answers slowly would otherwise collect requests without limit; TCP makes the caller wait
+        # instead.
         if len(self.answers) >= self.shared.limits.outstanding:
             self._full = True
             self.connection.pause()
         call = Call(self.caller.name, meta["method"], meta["fields"], lease.tensors, answer.release)
 
         def hand_over() -> None:
+            # Decided here, on the owner's thread: the fence may have come after the frame.
             if self.fenced:
                 answer.release()
             else:
@@ -431,6 +456,7 @@ class Inbound:
         where = self.shared.lender.where(reply.tensors)
         if where is None:
             return False
+        # The owner may not reuse the tensors until RETURNED, or the end of the connection (`_take_back`).
         (self.lent if for_long else self.copied)[request] = reply.release
         self.connection.send(Kind.REPLY, meta | {"memory": where}, request=request, lent_nbytes=nbytes)
         return True
@@ -443,7 +469,7 @@ class Inbound:
 class Answer:
     """Answers one request, once."""
 
-    __slots__ = ("_borrows", "_inbound", "_lease", "_request", "cancelled", "given")
+    __slots__ = ("_borrows", "_inbound", "_lease", "_request", "cancelled", "sent")
 
     def __init__(self, inbound: Inbound, request: int, lease: Lease, *, borrows: bool = False) -> None:
         self._borrows = borrows
@@ -451,16 +477,16 @@ class Answer:
         self._request = request
         self._lease: Lease | None = lease
         self.cancelled = False
-        self.given = False
+        self.sent = False
 
     def __call__(self, answer: Reply | RemoteError) -> None:
-        if self.given:
+        if self.sent:
             raise RuntimeError(
                 f"request {self._request} of {self._inbound.caller.name} was answered already: answer once."
             )
         with self._inbound.shared.reactor.lock:
             self._send(answer)
-            self.given = True
+            self.sent = True
             self.release()
             self._inbound.answered(self._request)
 
@@ -469,7 +495,7 @@ class Answer:
             if self._lease is not None:
                 self._lease.release()
                 self._lease = None
-                self._inbound.callers.room_freed()
+                self._inbound.callers.memory_freed()
 
     def _send(self, answer: Reply | RemoteError) -> None:
         inbound = self._inbound

@@ -79,44 +79,44 @@ def described(specs: Sequence[TensorSpec]) -> str:
     return ", ".join(f"{spec.dtype}[{'<= ' * spec.at_most}{spec.numel}]" for spec in specs) or "no tensor"
 
 
-def fitting(expected: Sequence[TensorSpec], told: object) -> list[TensorSpec] | None:
-    """The specs `told` by a peer if they fit `expected`, of equal length or at most as long; else None.
+def fitting(expected: Sequence[TensorSpec], listed: object) -> list[TensorSpec] | None:
+    """The specs `listed` by a peer if they fit `expected`, of equal length or at most as long; else None.
 
     >>> fitting([TensorSpec("uint8", 9, at_most=True)], [["uint8", 4]])
     [TensorSpec(dtype='uint8', numel=4, at_most=False)]
     """
-    if not isinstance(told, list) or len(told) != len(expected):
+    if not isinstance(listed, list) or len(listed) != len(expected):
         return None
-    for spec, each in zip(expected, told, strict=True):
+    for spec, each in zip(expected, listed, strict=True):
         if not (isinstance(each, list) and len(each) == 2 and each[0] == spec.dtype and type(each[1]) is int):
             return None
         if not (0 <= each[1] <= spec.numel if spec.at_most else each[1] == spec.numel):
             return None
-    return [TensorSpec(*each) for each in told]
+    return [TensorSpec(*each) for each in listed]
 
 
-def specs_told(told: object) -> list[TensorSpec] | None:
-    """The specs `told` by a peer; None if they are not specs.
+def parsed_specs(listed: object) -> list[TensorSpec] | None:
+    """The specs `listed` by a peer; None if they are not specs.
 
-    >>> specs_told([["float32", 3]]), specs_told([["float33", 3]])
+    >>> parsed_specs([["float32", 3]]), parsed_specs([["float33", 3]])
     ([TensorSpec(dtype='float32', numel=3, at_most=False)], None)
     """
-    if not isinstance(told, list):
+    if not isinstance(listed, list):
         return None
-    for each in told:
+    for each in listed:
         if not (isinstance(each, list) and len(each) == 2 and isinstance(each[0], str) and type(each[1]) is int):
             return None
         if each[1] < 0 or not isinstance(getattr(torch, each[0], None), torch.dtype):
             return None
-    return [TensorSpec(*each) for each in told]
+    return [TensorSpec(*each) for each in listed]
 
 
-def announced(told: object) -> str:
-    """The specs `told` by a peer as a short text, also where they are invalid."""
-    if not isinstance(told, list):
+def announced(listed: object) -> str:
+    """The specs `listed` by a peer as a short text, also where they are invalid."""
+    if not isinstance(listed, list):
         return "nothing readable"
     try:
-        return described([TensorSpec(str(dtype)[:20], int(numel)) for dtype, numel in told[:8]])
+        return described([TensorSpec(str(dtype)[:20], int(numel)) for dtype, numel in listed[:8]])
     except (TypeError, ValueError, OverflowError):
         return "nothing readable"
 
@@ -244,6 +244,7 @@ class Staging:
     def take(self, specs: Sequence[TensorSpec], *, elsewhere: bool = False, share: Share | None = None) -> Lease | None:
         """Memory for `specs`; None if the budget is used up. A payload `elsewhere` counts but gets no memory."""
         size = _size(specs)
+        # With nothing held, a payload above the whole budget is taken: otherwise its caller would wait for ever.
         if self.held_nbytes and self.held_nbytes + size > self.budget_nbytes:
             return None
         if share is not None and self.exceeds(share, specs):
@@ -261,11 +262,13 @@ class Staging:
 
     def exceeds(self, share: Share, specs: Sequence[TensorSpec]) -> bool:
         """Whether a caller would hold more than its share with `specs`."""
+        # A caller without memory may take one payload of any size; the share limits only what comes on top of it.
         return bool(share.held_nbytes) and share.held_nbytes + _size(specs) > self.budget_nbytes // SHARE
 
     def give_back(self, memory: StagingBuffer) -> None:
         size = memory.nbytes
         self.held_nbytes -= size
+        # Idle buffers count in the budget as well: what is kept for reuse must not exceed what was allowed.
         if memory.whole.numel() and self.held_nbytes + self._idle_nbytes + size <= self.budget_nbytes:
             self._idle.setdefault(size, []).append(memory)
             self._idle.move_to_end(size)
@@ -309,20 +312,22 @@ class Lender:
     def empty(self, nbytes: int) -> torch.Tensor:
         """Allocate `nbytes` bytes; they are freed when no tensor uses them."""
         memory = MappedMemory(nbytes)
+        # The random number is the key of the peer's map: descriptors and process ids are used again, it is not.
         address, file = memory.bytes.data_ptr(), memory.file
         self._rooms[address] = file, secrets.randbits(62)  # a number that no other memory gets
+        # The file stays open as long as a tensor of this process uses the memory: peers open it under /proc.
         memory.when_unmapped(lambda: self._forget(address, file))
         return memory.bytes
 
     def where(self, tensors: Sequence[torch.Tensor]) -> list[list[int]] | None:
         """File, number and offset in bytes of each tensor; None if one is not in memory made here."""
-        told = []
+        listed = []
         for tensor in tensors:
             base = tensor.untyped_storage().data_ptr()
             if base not in self._rooms:
                 return None
-            told.append([*self._rooms[base], int(tensor.storage_offset()) * tensor.itemsize])
-        return told
+            listed.append([*self._rooms[base], int(tensor.storage_offset()) * tensor.itemsize])
+        return listed
 
     def _forget(self, address: int, file: int) -> None:
         del self._rooms[address]
@@ -337,16 +342,18 @@ class Borrower:
         self._kept: OrderedDict[tuple[int, int], torch.Tensor] = OrderedDict()  # by process and number
         self._nbytes = 0
 
-    def tensors(self, process: int | None, told: object, specs: Sequence[TensorSpec]) -> list[torch.Tensor]:
-        """Tensors of `specs` at the places `told` by `process`. Raises `DamagedFrame`; `DureError` if they are gone."""
-        if process is None or not isinstance(told, list) or len(told) != len(specs):
+    def tensors(self, process: int | None, listed: object, specs: Sequence[TensorSpec]) -> list[torch.Tensor]:
+        """The tensors at the places that `process` lists. Raises `DamagedFrame`; `DureError` if they are gone."""
+        if process is None or not isinstance(listed, list) or len(listed) != len(specs):
             raise DamagedFrame("a frame names memory that this process cannot map.")
-        return [self._tensor(process, each, spec) for each, spec in zip(told, specs, strict=True)]
+        return [self._tensor(process, each, spec) for each, spec in zip(listed, specs, strict=True)]
 
-    def _tensor(self, process: int, told: object, spec: TensorSpec) -> torch.Tensor:
-        if not (isinstance(told, list) and len(told) == 3 and all(type(each) is int and each >= 0 for each in told)):
+    def _tensor(self, process: int, listed: object, spec: TensorSpec) -> torch.Tensor:
+        if not (
+            isinstance(listed, list) and len(listed) == 3 and all(type(each) is int and each >= 0 for each in listed)
+        ):
             raise DamagedFrame("a frame names memory without file, number and offset.")
-        file, number, offset = told
+        file, number, offset = listed
         whole, dtype = self._mapped(process, file, number), dtype_of(spec)
         stop = offset + nbytes_of(spec)
         if stop > whole.numel() or offset % dtype.itemsize:
@@ -358,6 +365,7 @@ class Borrower:
         if known is not None:
             self._kept.move_to_end((process, number))
             return known
+        # The map stays valid when the file is closed here, and even after the end of the other process.
         memory = MappedMemory.of(f"/proc/{process}/fd/{file}")
         memory.close()
         self._kept[process, number] = memory.bytes
@@ -401,6 +409,7 @@ class Stall:
 
     def is_over(self, received_nbytes: int) -> bool:
         """Whether the stall is too long, given the number of bytes received so far."""
+        # A process that was itself stopped finds all its callers silent: one look counts a second at most.
         now = time.monotonic()
         gap, self._looked = min(now - self._looked, _LONGEST_LOOK_SECONDS), now
         came, self._received = received_nbytes - self._received, received_nbytes

@@ -77,6 +77,7 @@ class Timers:
             return
         timer.callback = None
         self._dead += 1
+        # Most timers are time limits of calls that end well, and are cancelled long before they come to the top.
         if self._dead > 64 and self._dead > len(self._heap) // 2:
             self._heap = [kept for kept in self._heap if kept.callback is not None]
             heapq.heapify(self._heap)
@@ -104,6 +105,7 @@ class Reactor:
     """The event loop of a wire: a selector, timers, and queues of callbacks."""
 
     def __init__(self) -> None:
+        # Re-entrant: a callback inside a turn may call the wire, which takes the lock too.
         self.lock = threading.RLock()
         self.timers = Timers()
         self.events: deque[Callable[[], None]] = deque()  # for the owner's thread
@@ -145,6 +147,7 @@ class Reactor:
 
     def turn(self, timeout: float) -> None:
         """Wait up to `timeout` seconds for an event of a socket or timer, and handle all that are due."""
+        # The wait is outside the lock, so that the other thread can queue a call meanwhile; `wake` ends the wait.
         found = self._selector.select(self._bounded(timeout))
         with self.lock:
             self._handle(found)
@@ -152,6 +155,8 @@ class Reactor:
     def run_events(self) -> int:
         """Run the queued callbacks of the owner. Return their number."""
         count = 0
+        # Not a snapshot: a callback that queues another (an answer that is ready at once) is not left until the next
+        # turn.
         while self.events:
             self.events.popleft()()
             count += 1
@@ -183,6 +188,8 @@ class Reactor:
         self._lend.release()
 
     def take_back(self) -> None:
+        # The helper thread sees the flag after its present turn. The owner waits for that: from here on it alone moves
+        # bytes, and the lock is free of contention again.
         self.lent = False
         self.wake()
         if not self._returned.acquire(timeout=_STUCK_SECONDS) or self._failed:
@@ -205,10 +212,12 @@ class Reactor:
         return timeout if due is None else min(timeout, due)
 
     def _handle(self, found: list[tuple[selectors.SelectorKey, int]]) -> None:
+        # An earlier callback of this turn may have closed a later socket; its number may even belong to a new one.
         for key, mask in found:
             if self._masks.get(key.fd, 0) or key.data is self:
                 key.data.ready(mask)
         self.timers.run()
+        # Only those of before this turn: one that queues itself again must not keep the turn from ending.
         for _ in range(len(self.callbacks)):
             self.callbacks.popleft()()
 
@@ -218,6 +227,7 @@ class Reactor:
             if self._closed:
                 return
             try:
+                # True until the turns have ended in good order: `take_back` must not wait for a thread that is dead.
                 self._failed = True
                 while self.lent:
                     self._help_once()

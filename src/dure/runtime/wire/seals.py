@@ -195,8 +195,11 @@ class KeyedSeals:
 
     def tag(self, header: bytes, meta: bytes) -> bytes:
         mac = self._mac = self._empty.copy()
+        # The count is not sent: both ends count. A frame that is dropped, repeated or moved has another number here.
         mac.update(self._count.to_bytes(8, "little") + header + meta)
         self._count += 1
+        # The payload is hashed while it is in the cache; the mac of the trailer then covers header, meta and this
+        # digest.
         self._payload = self._digest()
         return mac.digest()
 
@@ -257,11 +260,13 @@ class Prover:
 
     def accepts(self, proof: bytes) -> bool:
         """Whether `proof` is the valid proof of the other end."""
+        # In constant time: the time of a comparison must not tell how many bytes were right.
         return hmac.compare_digest(proof, self._of(b"host" if self._calling else b"caller"))
 
     def seals(self) -> tuple[KeyedSeals, KeyedSeals]:
         """Seals of all frames after the proofs: those that this end sends, those that it receives."""
         secret = self._of(b"session")
+        # Each direction has its own seals, so that a frame cannot be sent back to its sender.
         up, down = KeyedSeals(secret, b"to host"), KeyedSeals(secret, b"to caller")
         return (up, down) if self._calling else (down, up)
 

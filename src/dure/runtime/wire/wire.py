@@ -153,6 +153,7 @@ class Wire:
 
     def _add(self, outbound: Outbound) -> None:
         old = self._hosts.get(outbound.name)
+        # This process has connected under a later incarnation of the host, or again after a loss.
         if old is not None:
             old.connection.end(PeerLost("connected again"))
         self._hosts[outbound.name] = outbound
@@ -169,6 +170,7 @@ class Wire:
                 self._reactor.events.append(lambda: on_done(error))
                 return Pending(None, 0, request, on_done)
             pending = outbound.request(request, on_done)
+        # The helper thread may sleep in the selector, without the new socket mask.
         if self._reactor.lent:
             self._reactor.wake()
         return pending
@@ -243,6 +245,8 @@ class Wire:
             return
         self._closed = True
         with contextlib.ExitStack() as stack:
+            # Last registered, first run: `_end` breaks what `_finish` left open, its losses are reported, then the
+            # selector goes.
             stack.callback(self._reactor.close)
             stack.callback(self._reactor.run_events)
             stack.callback(self._end)
@@ -252,6 +256,7 @@ class Wire:
         """Send GOODBYE to all peers, and wait until they have closed."""
         for listener in self._listeners:
             listener.close()
+        # GOODBYE follows the queued answers, so that a peer that still waits for one gets it before the end.
         for connection in list(self._shared.connections):
             connection.finish()
         deadline = time.monotonic() + timeout
