@@ -28,7 +28,6 @@ from dure.job.data.split import IID
 from dure.job.job import Job, load_job
 from dure.job.optimizer import OptimizerSpec
 from dure.topology.parameter_server.client import ServerClient
-from dure.topology.parameter_server.following import Following
 from dure.topology.replica import Pulled
 
 ROWS = 64
@@ -152,24 +151,17 @@ def in_fork_server() -> bool:
 
 def note_models(folder: Path) -> None:
     """Write a line per model that a worker goes on from: what brought it, and whether it is the servers'."""
-    followed, clients = Following.apply, {}  # type: dict[Following, ServerClient]
+    advanced = ServerClient.advance_mirrors
 
-    async def noted(following: Following, replies: Sequence[Reply], into: Tensor, version: int | None) -> Pulled:
-        pulled = await followed(following, replies, into, version)
-        client = clients[following]
+    async def noted(client: ServerClient, replies: Sequence[Reply], into: Tensor, version: int | None) -> Pulled:
+        pulled = await advanced(client, replies, into, version)
         held = await client.pull(torch.full_like(into, torch.nan), version)
         brought = "model" if any(reply.fields["nbytes"] is None for reply in replies) else "verdict"
         with (folder / f"{client.sender.worker}.{client.sender.incarnation}.{os.getpid()}").open("a") as file:
             file.write(f"{brought} {'same' if held.values.equal(into) else 'other'}\n")
         return pulled
 
-    def follow(client: ServerClient, *args: Any) -> None:
-        begin(client, *args)
-        assert client.following is not None
-        clients[client.following] = client
-
-    begin, ServerClient.follow = ServerClient.follow, follow  # type: ignore[method-assign]
-    Following.apply = noted  # type: ignore[method-assign]
+    ServerClient.advance_mirrors = noted  # type: ignore[method-assign]
 
 
 def note_pushes(folder: Path) -> None:

@@ -10,7 +10,7 @@ from dure.run.callbacks import Callbacks
 from dure.run.virtual import VirtualRun, VirtualSegment
 from dure.runtime.virtual.cluster import Cluster, Event, Link, Machines
 from dure.runtime.virtual.compute import Constant
-from dure.topology.parameter_server.clock_client import ClockClient
+from dure.topology.parameter_server.client import ServerClient
 
 TOPOLOGIES = ["collective", "ps"]
 PAIRS = [(0.5, 1.0), (1.0, -2.0), (0.25, 0.5)]
@@ -87,7 +87,7 @@ def test_a_slow_worker_delays_the_end_alone(topology):
 
 
 def test_one_that_says_nothing_would_be_taken_for_dead(monkeypatch):
-    monkeypatch.setattr(ClockClient, "heartbeat", lambda self: None)
+    monkeypatch.setattr(ServerClient, "heartbeat", lambda self: None)
     _, run = last_segment("one-shot ps", steady(1.0, (1.0, 1.0, 0.005)), steps=30)
     assert run.outcome.totals.failures_survived == 1
 

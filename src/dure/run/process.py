@@ -286,7 +286,7 @@ class WorkerProcess(RunProcess):
         start = parts["run"].plain["checkpoint"] if parts else 0
         self.worker = worker = build_worker(setup, node, node.rank, node.meter, start=start)
         if worker.over_servers:
-            worker.server.client.calls.return_seconds = self.fault_settings.return_seconds
+            worker.server.client.return_seconds = self.fault_settings.return_seconds
         engine = node.gradient_engine
         mapped = await setup.of_worker(node.rank).topology.map(worker)
         if mapped and engine is not None:

@@ -29,7 +29,7 @@ async def join(worker: WorkerState, *, newcomer: bool, period: int = 1) -> None:
     joined = await sessions.server.join()
     if not newcomer:
         return
-    worker.stats = sessions.server.client.clock.stats
+    worker.stats = sessions.server.client.stats
     if worker.boundary.alone and not worker.stats:
         return  # no worker has ended yet, so this one works like the others, from its own clock
     synchronized = min((stats["clock"] for stats in worker.stats), default=joined.clock * period)

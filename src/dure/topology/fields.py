@@ -30,7 +30,7 @@ WORD = {"group": maybe(nullable(COUNT)), "note": maybe(mapping(NUMBER))}
 STAGED = {**WORD, "seq": COUNT}
 
 HAS = {"has": maybe(nullable(COUNT))}
-"""The version that a worker has, where shards answer with verdicts."""
+"""The version that a worker has, where shards answer with the results of votes."""
 
 PUSHED = {
     **LIFE,

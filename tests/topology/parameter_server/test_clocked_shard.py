@@ -95,7 +95,7 @@ def test_an_exchange_is_answered_once_the_others_have_come_with_what_all_have_ma
     late = one.run(second.push_pull(update(2.0), room(), base=[0]))
     assert early.result().values.tolist() == late.values.tolist() == [-3.0] * NUMEL
     assert early.result().versions == late.versions == [1]
-    assert (first.clock.slowest, second.clock.slowest, one.shard.updater.log) == (1, 1, [(0, 0, 1), (1, 0, 1)])
+    assert (first.slowest, second.slowest, one.shard.updater.log) == (1, 1, [(0, 0, 1), (1, 0, 1)])
 
 
 def test_an_exchange_sent_again_counts_once_and_is_answered_alike() -> None:
@@ -143,7 +143,7 @@ def test_who_was_taken_off_the_clock_hears_so_and_what_it_had_pushed_counts() ->
     assert one.shard.values.tolist() == [-3.0] * NUMEL
     with pytest.raises(Evicted):
         one.run(one.clients[0].push_pull(update(1.0), room()))
-    assert one.run(one.clients[0].clock.join()).clock == 1
+    assert one.run(one.clients[0].join()).clock == 1
     one.run(one.clients[0].next_version(room()))
 
 
@@ -154,7 +154,7 @@ def test_the_end_of_work_is_told_to_who_asks_and_to_who_waits() -> None:
     one.run(one.clients[0].push(update(1.0), base=[0]))
     waiting = one.start(one.clients[0].next_version(room()), "worker 0")
     assert not waiting.done
-    one.run(one.clients[1].clock.leave())
+    one.run(one.clients[1].leave())
     with pytest.raises(EndOfWork):
         waiting.result()
     with pytest.raises(EndOfWork):
@@ -166,7 +166,7 @@ def test_notes_travel_with_an_update_and_come_with_the_admission() -> None:
     for rank, client in enumerate(one.clients):
         one.run(client.push(update(1.0), note={"clock": rank}))
     one.run(one.clients[1].next_version(room()))
-    assert one.clients[1].clock.stats == [{"clock": 0}, {"clock": 1}]
+    assert one.clients[1].stats == [{"clock": 0}, {"clock": 1}]
 
 
 def test_an_unknown_method_is_named() -> None:
@@ -198,7 +198,7 @@ def test_whatever_the_order_of_messages_all_updates_count_once(seed: int) -> Non
             if client.sender.worker == 2:
                 client.sender.seq -= 1
                 await client.push_pull(update(1.0), room())
-        await client.clock.leave()
+        await client.leave()
 
     tasks = [one.world.spawn(work(client), f"worker {client.sender.worker}") for client in one.clients]
     one.world.settle(draw.choice)

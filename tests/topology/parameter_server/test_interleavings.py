@@ -92,7 +92,7 @@ class Play:
         if self.exchanges:
             await self.push_pull(client)
         for step in range(0 if self.exchanges else self.steps):
-            version = await client.clock.ask() if step or self.servers.may_refuse else 0
+            version = await client.ask() if step or self.servers.may_refuse else 0
             try:
                 await client.push(UPDATE, base=[version] * self.num_shards)
             except Superseded:
@@ -100,7 +100,7 @@ class Play:
             else:
                 self.acknowledged.append((worker, client.sender.seq))
         if self.leaves:
-            await client.clock.leave()
+            await client.leave()
 
     async def push_pull(self, client: ServerClient) -> None:
         """As `work`, with its question in the same call as the word of an update."""

@@ -191,10 +191,10 @@ def test_snapshots_without_lead_are_bsp_with_summed_updates() -> None:
 
     async def work(client: ServerClient) -> None:
         for step in range(3):
-            pulled = await client.pull(torch.empty_like(dyadic[0]), await client.clock.ask())
+            pulled = await client.pull(torch.empty_like(dyadic[0]), await client.ask())
             gradient = pulled.values / 4 + dyadic[3 * client.sender.worker + step]
             await client.push(gradient, base=pulled.versions)
-        await client.clock.leave()
+        await client.leave()
 
     def result(policy: Policy, reduce: str, seed: int) -> torch.Tensor:
         fleet = Fleet(2, spec=OptimizerSpec(lr=1 / 16), policy=policy, workers=3, reduce=reduce, values=dyadic[9])
@@ -229,7 +229,7 @@ def test_a_pull_gets_exactly_the_version_it_asks_for() -> None:
     fleet = Fleet(policy=Bounded(5), spec=OptimizerSpec(lr=1.0), values=torch.zeros(NUMEL))
     one = torch.ones(NUMEL)
     reader, writer = fleet.clients
-    assert fleet.run(reader.clock.ask()) == 0
+    assert fleet.run(reader.ask()) == 0
     ahead = fleet.world.spawn(reader.pull(torch.empty(NUMEL), version=2), "ahead")
     fleet.run(writer.push(one, base=[0, 0]))
     assert not ahead.done
@@ -238,7 +238,7 @@ def test_a_pull_gets_exactly_the_version_it_asks_for() -> None:
     assert ahead.result().values.tolist() == [-2.0] * NUMEL
     assert fleet.run(reader.pull(torch.empty(NUMEL), version=0)).values.tolist() == [0.0] * NUMEL
     assert fleet.run(reader.pull(torch.empty(NUMEL))).versions == [4, 4]
-    assert fleet.run(reader.clock.ask()) == 4
+    assert fleet.run(reader.ask()) == 4
     fleet.run(writer.push(one, base=[0, 0]))
     with raising(Refused, "version 0"):
         fleet.run(reader.pull(torch.empty(NUMEL), version=0))
@@ -269,7 +269,7 @@ def test_buffers_are_used_again() -> None:
     fleet = Fleet(policy=Bounded(2))
     for step in range(50):
         for client in fleet.clients:
-            version = fleet.run(client.clock.ask())
+            version = fleet.run(client.ask())
             fleet.run(client.pull(torch.empty(NUMEL), version))
             fleet.run(client.push(vector(step), base=[version, version]))
     status = fleet.run(fleet.clients[0].status())
@@ -405,8 +405,8 @@ def test_lost_messages_change_nothing(ordered: bool, seed: int) -> None:
             chance.choice(["request lost", "reply lost"]) if chance.random() < rate else "well" for _ in range(200)
         ]
         client = fleet.clients[0]
-        client.node = client.calls.node = cast(Any, Flaky(client.node, fates))
-        client.calls.attempts = 50
+        client.node = cast(Any, Flaky(client.node, fates))
+        client.attempts = 50
         for step in range(10):
             versions = fleet.run(fleet.clients[0].pull(torch.empty(NUMEL))).versions
             fleet.run(fleet.clients[0].push(vector(step), base=versions))
@@ -427,8 +427,8 @@ def test_lost_messages_change_nothing_of_an_exchange(make: Any, seed: int) -> No
         chance = random.Random(seed)
         fates = [chance.choice(["request lost", "reply lost"]) if chance.random() < rate else "well" for _ in range(99)]
         client = fleet.clients[0]
-        client.node = client.calls.node = cast(Any, Flaky(client.node, fates))
-        client.calls.attempts = 50
+        client.node = cast(Any, Flaky(client.node, fates))
+        client.attempts = 50
         client.node.now = fleet.world.node("worker 0").now
         versions = [0, 0]
         for step in range(10):
@@ -507,7 +507,7 @@ def test_a_refused_update_sent_again_is_refused_again() -> None:
 def test_who_is_refused_three_times_in_a_row_must_join_again(ordered: bool) -> None:
     fleet = Fleet(1, policy=Barrier() if ordered else None, workers=2)
     bad, good, (client, other) = torch.full((NUMEL,), torch.nan), torch.ones(NUMEL), fleet.clients
-    life = fleet.run(client.clock.join()).incarnation
+    life = fleet.run(client.join()).incarnation
     for update in (bad, bad, good, bad, bad, good, bad, bad):
         if update is good:
             fleet.run(client.push(good, base=[0]))
@@ -520,7 +520,7 @@ def test_who_is_refused_three_times_in_a_row_must_join_again(ordered: bool) -> N
     with pytest.raises(Evicted, match=rf"incarnation {life} of worker 0 is over.*join again"):
         fleet.run(client.push(good, base=[0]))
     fleet.run(other.push(good, base=[0]))
-    assert fleet.run(client.clock.join()).incarnation == life + 1
+    assert fleet.run(client.join()).incarnation == life + 1
     fleet.run(client.push(good, base=[0]))
     assert len(fleet.shards[0].staging) + fleet.shards[0].applied == before + 2
     assert fleet.shards[0].refused == 8
@@ -544,7 +544,7 @@ def test_nonsense_is_refused_with_a_reason() -> None:
         fleet.shards[0].handle(Call("clock", "close", {"version": 3, "group": 2, "members": [[0, 9]]}, ()))
     unordered = Fleet(policy=None)
     with raising(Refused, "order"):
-        unordered.run(unordered.clients[0].clock.ask())
+        unordered.run(unordered.clients[0].ask())
 
 
 # ---- workers come and go
@@ -577,8 +577,8 @@ def test_a_past_incarnation_is_refused_everywhere() -> None:
     with raising(Refused, "incarnation 0"):
         fleet.run(zombie.push(vector(3), base=[1, 1]))
     with raising(Refused, "first"):
-        fleet.run(zombie.clock.ask())
-    joined = fleet.run(zombie.clock.join())
+        fleet.run(zombie.ask())
+    joined = fleet.run(zombie.join())
     assert joined == (1, 1, 1)
     with raising(Evicted, "incarnation 0"):
         fleet.clock.handle(Call("worker 0", "ask", {"worker": 0, "incarnation": 0}, ()))
@@ -591,9 +591,9 @@ def test_a_newcomer_takes_part_and_the_others_wait_for_it() -> None:
     fleet = Fleet(policy=Barrier(), workers=1)
     fleet.run(fleet.clients[0].push(vector(1), base=[0, 0]))
     newcomer = fleet.client(7)
-    assert fleet.run(newcomer.clock.join()) == (1, 1, 0)
+    assert fleet.run(newcomer.join()) == (1, 1, 0)
     fleet.run(fleet.clients[0].push(vector(2), base=[1, 1]))
-    waiting = fleet.world.spawn(fleet.clients[0].clock.ask(), "worker 0")
+    waiting = fleet.world.spawn(fleet.clients[0].ask(), "worker 0")
     fleet.world.settle()
     assert not waiting.done
     fleet.run(newcomer.push(vector(3), base=[1, 1]))
@@ -603,18 +603,18 @@ def test_a_newcomer_takes_part_and_the_others_wait_for_it() -> None:
 def test_leaving_releases_those_who_wait() -> None:
     fleet = Fleet(policy=Bounded(0), workers=2)
     fleet.run(fleet.clients[0].push(vector(1), base=[0, 0]))
-    waiting = fleet.world.spawn(fleet.clients[0].clock.ask(), "worker 0")
+    waiting = fleet.world.spawn(fleet.clients[0].ask(), "worker 0")
     fleet.world.settle()
     assert not waiting.done
     assert fleet.clock.waits == 1
-    fleet.run(fleet.clients[1].clock.leave())
+    fleet.run(fleet.clients[1].leave())
     assert waiting.result() == 1
 
 
 def test_an_answer_asked_for_twice_is_given_twice() -> None:
     fleet = Fleet(policy=Bounded(0), workers=2)
     fleet.run(fleet.clients[0].push(vector(1), base=[0, 0]))
-    twice = [fleet.world.spawn(fleet.clients[0].clock.ask(), f"question {q}") for q in range(2)]
+    twice = [fleet.world.spawn(fleet.clients[0].ask(), f"question {q}") for q in range(2)]
     fleet.world.settle()
     fleet.run(fleet.clients[1].push(vector(1), base=[0, 0]))
     assert [task.result() for task in twice] == [2, 2]
@@ -688,8 +688,8 @@ def test_a_fleet_goes_on_where_it_was_saved(make: Any) -> None:
     saved = Fleet(2, spec=SPECS[3], policy=make())
     drive(saved, first)
     again = restarted(saved, make())
-    asked = again.run(again.clients[0].clock.ask())
-    assert asked == saved.run(saved.clients[0].clock.ask())
+    asked = again.run(again.clients[0].ask())
+    assert asked == saved.run(saved.clients[0].ask())
     pulled = [fleet.run(fleet.clients[0].pull(torch.empty(NUMEL), asked)).values for fleet in (saved, again)]
     assert torch.equal(*pulled)
     repeated = Call("worker 1", "staged", {"worker": 1, "incarnation": 0, "seq": 2}, ())

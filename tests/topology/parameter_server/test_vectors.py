@@ -13,7 +13,6 @@ from dure.errors import Evicted, Refused
 from dure.job.optimizer import OptimizerSpec
 from dure.topology.parameter_server.client import ServerClient
 from dure.topology.parameter_server.layout import ServerLayout, split
-from dure.topology.parameter_server.portion_client import VectorClient
 from dure.topology.parameter_server.shard import Shard
 
 NUMEL = 11
@@ -34,7 +33,7 @@ class Bench:
         self.addresses = [node.serve("shard", shard) for node, shard in zip(nodes, self.shards, strict=True)]
         self.node = self.world.node("worker 0")
         self.client = ServerClient(self.node, 0, ServerLayout(self.addresses, self.ranges))
-        self.vectors = VectorClient(self.client)
+        self.vectors = self.client
 
     def order(self, *commands):
         async def ask():

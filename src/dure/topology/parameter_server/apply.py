@@ -14,7 +14,7 @@ from dure.core.node import Apply, Ghost, Operation, Reply, nothing, taking
 from dure.core.state import State, under_prefix, with_prefix
 from dure.errors import Refused
 from dure.topology.parameter_server.staging import StaleUpdate
-from dure.topology.parameter_server.verdicts import Verdict, Verdicts, optimizer_state
+from dure.topology.parameter_server.vote_results import VoteResult, VoteResults, optimizer_state
 from dure.topology.turns import Turns
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Updater:
         self.rule = rule
         self.versions = versions
         self.turns = Turns("the shard")
-        self.verdicts = Verdicts(versions)
+        self.vote_results = VoteResults(versions)
         self.applied = 0
         self.gradients = 0
         self.staleness: dict[int, int] = {}
@@ -101,7 +101,7 @@ class Updater:
                 staged.buffer.release()
             versions.advance(fresh, self.gradients, keep=True)
             for version in fields["drop"]:
-                self.verdicts.drop(version)
+                self.vote_results.drop(version)
                 versions.let_go(version)
         finally:
             turns.end()
@@ -148,7 +148,7 @@ class Updater:
         assert coder is not None
         votes = {worker: staged.buffer.tensor for worker, _, staged in members if not staged.void}
         message = vote.settle(votes, coder)
-        self.verdicts.add(self.versions.current.version + 1, Verdict(message, members[0][2].lr))
+        self.vote_results.add(self.versions.current.version + 1, VoteResult(message, members[0][2].lr))
         coder.decode(message, total.tensor)
 
     def _step(
@@ -165,7 +165,7 @@ class Updater:
         """
         if self.rule.optimizer is None:
             if self.rule.vote is not None:
-                return Apply(prepare, self._apply_one.nbytes * added)  # the verdict has a size
+                return Apply(prepare, self._apply_one.nbytes * added)  # the result has a size
             return self._apply_one if added == 1 else Apply(nothing, self._apply_one.nbytes * added)
         values, update = self.versions.current.tensor, self.rule.optimizer.apply
 

@@ -15,45 +15,10 @@ if TYPE_CHECKING:
     import torch
 
     from dure.core.meter import Meter
-    from dure.core.node import Node, Operation
+    from dure.core.node import Node
     from dure.job.data.split import Batches
     from dure.topology.parameter_server.client import ServerClient
     from dure.topology.parameter_server.coordinator import Run
-
-
-class VectorClient:
-    """Stages sums at the shards and fetches vectors from them, by the numbers and repeated calls of `server`."""
-
-    def __init__(self, server: ServerClient) -> None:
-        self.sender = server.sender
-        self._node = server.node
-        self._calls = server.calls
-        self._servers = server.servers
-
-    async def stage(self, update: torch.Tensor) -> int:
-        """Stage `update` at the shards for a coordinator's commands (`vectors`), and return its number there.
-
-        Raises `Refused` if a shard refuses the update (NaN, a past incarnation). Other shards may have staged it then.
-        """
-        self.sender.seq += 1
-        parts, shards = self._servers.parts(update), self._servers.shards
-        call, mine, timeout = self._node.call, self.sender.last, self._calls.timeout
-
-        def start(shard: int) -> Operation[Reply]:
-            return call(shards[shard], "stage", *parts[shard], timeout=timeout, **mine)
-
-        await self._calls.every(start)
-        return self.sender.seq
-
-    async def fetch(self, into: torch.Tensor, name: str) -> None:
-        """Receive the shards' vector called `name` (`vectors`) into `into`. Raises `Refused` if no vector has it."""
-        parts, shards, timing_only = self._servers.parts(into), self._servers.shards, self._servers.timing_only
-
-        def start(shard: int) -> Operation[Reply]:
-            destination = () if timing_only else parts[shard]
-            return self._node.call(shards[shard], "fetch", into=destination, timeout=self._calls.timeout, name=name)
-
-        await self._calls.every(start)
 
 
 class EvaluatingWorker(Protocol):
@@ -117,7 +82,7 @@ class PortionClient:
         self.batches = batches
         self.joint = joint
         self._node = node
-        self._vectors = VectorClient(server)
+        self._server = server
         self._report: dict[str, Any] | None = None
         self._at = 0
 
@@ -143,7 +108,7 @@ class PortionClient:
 
     async def _ask(self, worker: EvaluatingWorker) -> Reply:
         report, self._report = self._report, None
-        incarnation = self._vectors.sender.incarnation
+        incarnation = self._server.sender.incarnation
         fields: dict[str, Any] = {"worker": worker.number, "incarnation": incarnation, "report": report}
         due = worker.suspends()
         while True:
@@ -158,7 +123,7 @@ class PortionClient:
         """
         started = worker.node.now()
         try:
-            await self._vectors.fetch(worker.params, assignment.point)
+            await self._server.fetch(worker.params, assignment.point)
         except Refused:
             return self.joint
         worker.meter.add("communicate", started, worker.node.now(), "fetch")
@@ -173,10 +138,10 @@ class PortionClient:
             losses = []
         else:
             try:
-                seq = await self._vectors.stage(sums.vector)
+                seq = await self._server.stage(sums.vector)
             except Evicted:
                 raise
             except Refused:  # a shard's part holds NaN though the loss is finite; other shards have staged theirs
-                losses, seq = [], self._vectors.sender.seq
+                losses, seq = [], self._server.sender.seq
         worker.meter.add("communicate", started, worker.node.now(), "push")
         self._report = {"evaluation": assignment.evaluation, "run": assignment.run, "seq": seq, "losses": losses}

@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 
     from dure.core.node import Reply
     from dure.job.gradient import Gradient
-    from dure.topology.parameter_server.client import ServerClient
-    from dure.topology.parameter_server.clock_client import Joined
+    from dure.topology.parameter_server.client import Joined, ServerClient
     from dure.topology.replica import Pulled, Stats, WorkerReplica
 
 
@@ -37,7 +36,7 @@ class ServerSession:
     @property
     def slowest(self) -> int:
         """The slowest clock at the last admission: all updates of earlier clocks are in the version that it named."""
-        return self.client.clock.slowest
+        return self.client.slowest
 
     # ---- coming and going
 
@@ -45,11 +44,11 @@ class ServerSession:
         """Enter the servers' clock under a new incarnation; what was under way is forgotten."""
         self._admitted = self._watch = None
         self._beside.clear()
-        return await self.client.clock.join()
+        return await self.client.join()
 
     async def leave(self, *, finished: bool = True) -> None:
         """Leave the servers' clock, so that no worker waits for this one. `finished`: its work is done."""
-        await self.client.clock.leave(finished=finished)
+        await self.client.leave(finished=finished)
 
     async def settled(self) -> None:
         """Wait until no pull or push is under way."""
@@ -58,7 +57,7 @@ class ServerSession:
 
     def heartbeat(self) -> None:
         """Send a heartbeat, so that a long time without a push is not taken for a failure."""
-        self.client.clock.heartbeat()
+        self.client.heartbeat()
 
     # ---- admission
 
@@ -68,11 +67,11 @@ class ServerSession:
         worker.wait_for_admission()
         started = worker.node.now()
         try:
-            version = await self.client.clock.ask()
+            version = await self.client.ask()
         finally:
             worker.asking = False
         self._admitted = version if self.client.servers.ordered else None
-        worker.stats = self.client.clock.stats
+        worker.stats = self.client.stats
         worker.meter.add("wait", started, worker.node.now())
         return version
 
@@ -97,7 +96,7 @@ class ServerSession:
 
     def _go_on_from(self, pulled: Pulled) -> int:
         """Adopt the parameters that came with an admission; their version."""
-        self._worker.stats = self.client.clock.stats
+        self._worker.stats = self.client.stats
         version = pulled.versions[0]  # all shards have the one that was asked for
         self._admitted = version
         self._worker.adopt(pulled)
@@ -105,16 +104,16 @@ class ServerSession:
 
     async def announce(self) -> None:
         """Tell the clock that this worker has done what the others wait for."""
-        await self.client.clock.offer()
+        await self.client.offer()
 
     async def arrive(self) -> None:
         """Tell the clock that this worker's part of a phase is done, which was no update of the servers'."""
-        await self.client.clock.arrive({"clock": float(self._worker.clock)})
+        await self.client.arrive({"clock": float(self._worker.clock)})
 
     async def aborted(self, computing: Operation[Gradient]) -> bool:
         """Wait for `computing`; True if the clock closes the version that it is computed on first, which cancels it."""
         while not computing.done:
-            watch = self._watch = self._watch or self.client.clock.watch()
+            watch = self._watch = self._watch or self.client.watch()
             await self._worker.node.first(computing, watch)
             if watch.done and not computing.done:
                 self._watch = None

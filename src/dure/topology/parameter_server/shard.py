@@ -73,8 +73,8 @@ class Shard(RemoteService):
     `log` keeps (worker, incarnation, seq) of everything applied, for `status`. `corrections` change each gradient
     before it is applied (`corrections`). With a `coder`, an update is pushed as its message. With a `vote`, members of
     a group are put to the vote in place of `reduce`: `follow` gives a worker at version `has` the message of the vote
-    that leads from there (`verdicts`). An update on arrival whose staleness here is above `max_delay` is refused: it is
-    acknowledged, and not applied.
+    that leads from there (`vote_results`). An update on arrival whose staleness here is above `max_delay` is refused:
+    it is acknowledged, and not applied.
 
     `members` are `[[worker, seq], ...]` in rank order, combined in that order by `reduce`: "mean" (weighted by
     `weight`, the batch sizes) or "sum". Groups are applied in the order of their `version`, the one they make.
@@ -153,7 +153,7 @@ class Shard(RemoteService):
     @remote(WORKERS, version=nullable(COUNT), has=nullable(COUNT))
     def follow(self, call: Call) -> Reply | Awaitable[Reply]:
         """Version, rate and message of the vote that leads there, if any."""
-        return self.updater.verdicts.follow(call)
+        return self.updater.vote_results.follow(call)
 
     @remote(WORKERS, version=COUNT)
     def _optimizer(self, call: Call) -> Awaitable[Reply]:

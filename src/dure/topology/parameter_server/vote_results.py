@@ -1,4 +1,4 @@
-"""A vote's verdict travels back in place of the model: each worker applies it by the server's rule.
+"""The result of a vote travels back in place of the model: each worker applies it by the server's rule.
 
 Bernstein et al., "signSGD with Majority Vote is Communication Efficient and Fault Tolerant", ICLR 2019, algorithm 1;
 Park and Lee, "IT-signSGD", equation 5: the server returns the aggregated signs U, and every worker makes the step.
@@ -11,7 +11,7 @@ Park and Lee, "IT-signSGD", equation 5: the server returns the aggregated signs 
 Both apply the same message to equal slices with equal optimizer states, in the same order of operations, so both have
 the same values bit for bit. The message is as long as one that a worker pushes.
 
-One verdict leads from a version to the next. A worker at any other version (a newcomer, one that was restored from a
+One result leads from a version to the next. A worker at any other version (a newcomer, one that was restored from a
 checkpoint, one that has missed a version) pulls values and optimizer state once. The optimizer state exists for the
 newest version only: where that is no longer the version pulled, the worker pulls the model again at its next step.
 """
@@ -33,18 +33,18 @@ if TYPE_CHECKING:
     from dure.topology.parameter_server.versions import Versions
 
 
-class Verdict(NamedTuple):
+class VoteResult(NamedTuple):
     """The encoded signs that lead to a version, and the rate at which the shard applied them."""
 
     message: torch.Tensor
     lr: float | Sequence[float] | None
 
 
-class Follower:
-    """A worker's copy of one shard's slice and optimizer state, at `version`; None where they are not known.
+class SliceMirror:
+    """A worker's mirror of one shard's slice and optimizer state, at `version`; None where they are not known.
 
-    `values` is the whole model at version 0, of which the shard holds `ranges`; `spec` and `segments` are its rule. A
-    verdict is received into `message`. In a timing-only run `values` is a `Ghost`, and only the version counts.
+    `values` is the whole model at version 0, of which the shard holds `ranges`; `spec` and `segments` are its rule. The
+    result of a vote is received into `message`. In a timing-only run `values` is a `Ghost`: only the version counts.
     """
 
     def __init__(
@@ -67,11 +67,11 @@ class Follower:
 
     @property
     def decoding(self) -> CodecWork:
-        """Cost of decoding a verdict, in virtual time."""
+        """Cost of decoding a result, in virtual time."""
         return CodecWork("decode", self.values.numel())
 
     def apply(self, fields: Mapping[str, Any]) -> None:
-        """Make the shard's step by the verdict in `message`; `fields` are those of the reply that brought it.
+        """Make the shard's step by the result in `message`; `fields` are those of the reply that brought it.
 
         Raises `DamagedMessage`.
         """
@@ -95,35 +95,35 @@ class Follower:
             piece.copy_(part)
 
 
-async def apply_verdicts(node: Node, brought: Sequence[tuple[Follower, Mapping[str, Any]]]) -> None:
-    """Apply every verdict that the shards' replies have brought, as work of the worker's `node`."""
+async def apply_vote_results(node: Node, brought: Sequence[tuple[SliceMirror, Mapping[str, Any]]]) -> None:
+    """Apply every result that the shards' replies have brought, as work of the worker's `node`."""
     if not brought:
         return
-    await node.compute(taking(*(follower.decoding for follower, _ in brought)))
-    await node.compute(Apply(nothing, sum(follower.values.nbytes for follower, _ in brought)))
-    for follower, fields in brought:
-        follower.apply(fields)
+    await node.compute(taking(*(mirror.decoding for mirror, _ in brought)))
+    await node.compute(Apply(nothing, sum(mirror.values.nbytes for mirror, _ in brought)))
+    for mirror, fields in brought:
+        mirror.apply(fields)
 
 
 Answer = tuple[Mapping[str, Any], tuple[torch.Tensor, ...]]
 """Fields and tensors of a reply."""
 
 
-class Verdicts:
-    """The last verdicts of a shard, by the version that each leads to, as long as that one of `versions` is kept."""
+class VoteResults:
+    """The results of votes at a shard, by the version that each leads to, as long as `versions` keep that one."""
 
     def __init__(self, versions: Versions) -> None:
         self._versions = versions
-        self._by_version: dict[int, Verdict] = {}
+        self._by_version: dict[int, VoteResult] = {}
 
-    def add(self, version: int, verdict: Verdict) -> None:
-        self._by_version[version] = verdict
+    def add(self, version: int, result: VoteResult) -> None:
+        self._by_version[version] = result
 
     def drop(self, version: int) -> None:
         self._by_version.pop(version, None)
 
     def follow(self, call: Call) -> Reply | Awaitable[Reply]:
-        """As `Versions.pull`, answered with the verdict that leads to that version in place of the slice."""
+        """As `Versions.pull`, answered with the result that leads to that version in place of the slice."""
         pulled = self._versions.pull(call)
         return self._replace(call, pulled) if isinstance(pulled, Reply) else self._replace_later(call, pulled)
 
@@ -141,11 +141,11 @@ class Verdicts:
         """
         if has == version:
             return {"version": version, "nbytes": 0}, (_NO_BYTES,)
-        verdict = self._by_version.get(version) if has == version - 1 else None
-        if verdict is None:
+        result = self._by_version.get(version) if has == version - 1 else None
+        if result is None:
             return {"version": version, "nbytes": None}, (_NO_BYTES,)
-        message = verdict.message
-        return {"version": version, "nbytes": message.numel(), "lr": verdict.lr}, (message,)
+        message = result.message
+        return {"version": version, "nbytes": message.numel(), "lr": result.lr}, (message,)
 
 
 def optimizer_state(rule: FlatOptimizer, *, newest: bool) -> Answer:

@@ -269,7 +269,7 @@ class Followed:
         if client.servers.clocked is not None:
             self.world.run(client.next_version(room))
         else:
-            self.world.run(client.pull(room, self.world.run(client.clock.ask()), to_work=True))
+            self.world.run(client.pull(room, self.world.run(client.ask()), to_work=True))
         return room
 
     def model(self) -> torch.Tensor:
@@ -301,7 +301,7 @@ def test_a_worker_that_missed_a_version_pulls_the_model_and_goes_on(rule: str, c
     fleet = Followed(cut, RULES[rule], Sign())
     for t in range(9):
         if t in (3, 6):
-            for follower in fleet.clients[1].following.followers:
+            for follower in fleet.clients[1].mirrors:
                 follower.version = None if t == 3 else 1
                 follower.values.fill_(math.nan)
         for room in fleet.step():
@@ -362,7 +362,7 @@ def test_a_verdict_is_as_it_was_while_a_reader_has_it() -> None:
     fleet = Followed(1, RULES["sgd"], Sign())
     fleet.step()
     (shard,) = fleet.shards
-    verdict = shard.updater.verdicts.lead(0, 1)[1][0]
+    verdict = shard.updater.vote_results.lead(0, 1)[1][0]
     before = verdict.clone()
     for _ in range(5):
         fleet.step()
