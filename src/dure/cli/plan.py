@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from dure.core.extras import import_extra
 from dure.planner.candidates import PLAIN
 from dure.report.comparison import NOTHING, bytes_text, count_text, seconds_text
 from dure.run.emit import launch_of
@@ -27,6 +28,8 @@ def advice(options: PlanOptions, emission: Emission) -> tuple[dict[str, Any], Se
     """
     from dure.planner.plan import planned
 
+    if options.report is not None:
+        import_extra("report", "the page of a plan")
     progress = PlanProgress()
     try:
         found = planned(options, say=progress)

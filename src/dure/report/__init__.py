@@ -10,12 +10,8 @@
 | `html`       | the report: one HTML file that opens offline                     |
 | `labels`     | names of runs in a comparison                                    |
 | `metrics`    | staleness, version skew, time shares, time to a target           |
-| `plan_bars`  | memory of a plan's workers, and the timeline of its winner       |
-| `plan_chart` | axes, lines and marks of a plan's charts                         |
-| `plan_figures` | the charts of a plan, and the ranking of its slider            |
 | `plan_page`  | the page of a plan: one HTML file that opens offline             |
-| `plan_sweeps`| speeds of a plan's strategies along an axis, and their ranking   |
-| `plan_values`| rows and target of a plan as values                              |
+| `plan_sweeps`| a plan's strategies along an axis: values, winners and ranking   |
 | `progress`   | a progress bar on standard error                                 |
 | `record`     | a run's folder, written and read                                 |
 | `run`        | a run's record that writes its own report                        |
@@ -24,7 +20,6 @@
 | `trace`      | the activities of all nodes over time, for Perfetto; pipelines in it |
 | `unwritten`  | files of a record that could not be written                      |
 | `values`     | a run's record as a value                                        |
-| `winners`    | the best strategy along a sweep, and the borders in between      |
 
 Nothing here reads a clock, and nothing imports a runtime or a method.
 """

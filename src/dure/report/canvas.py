@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 INK, FAINT, GRID = "#1F2933", "#52606D", "#E4E7EB"
+MOST_MARKS = 7
 _SETTINGS: dict[Any, Any] = {
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans"],
@@ -52,6 +53,26 @@ def plain(unit: str | None, *, factor: float = 1.0, only: Sequence[int] | None =
         return f"{shown:,.0f}{unit}" if abs(shown) >= 1000 else f"{shown:.6g}{unit}"
 
     return FuncFormatter(text)
+
+
+def round_marks(low: float, high: float) -> list[float]:
+    """At most seven round values of a logarithmic axis: powers of ten, with their 2 and 5 or their 3 if they fit.
+
+    >>> round_marks(15, 5000)
+    [30.0, 100.0, 300.0, 1000.0, 3000.0]
+    """
+    from matplotlib.ticker import MaxNLocator
+
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    for steps in ((1, 2, 5), (1, 3), (1,)):
+        every = [float(f"{step}e{power}") for power in powers for step in steps]
+        found = [value for value in every if low <= value <= high]
+        if len(found) < 3 and steps == (1, 2, 5):
+            even = MaxNLocator(6, steps=[1, 2, 5, 10]).tick_values(low, high)
+            return [float(value) for value in even if low <= value <= high]
+        if len(found) <= MOST_MARKS:
+            return found
+    return found[:: math.ceil(len(found) / MOST_MARKS)]
 
 
 def _leads(value: float, digits: Sequence[int]) -> bool:

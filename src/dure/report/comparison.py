@@ -152,6 +152,21 @@ def rate_text(bandwidth: float) -> str:
     return f"{float(f'{8 * bandwidth / factor:.3g}'):g} {unit}"
 
 
+def compact_text(value: float) -> str:
+    """A short text of a round number: "0.05", "200", "5k", "2M"."""
+    for factor, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= factor:
+            return f"{value / factor:.3g}{unit}"
+    return f"{value:.3g}"
+
+
+def digits_text(value: float | None) -> str:
+    """Three digits, and all of a larger number: "0.0123", "1.23", "12.3", "12,345"."""
+    if value is None:
+        return NOTHING
+    return f"{value:,.0f}" if abs(value) >= 99.95 else f"{value:#.3g}"
+
+
 def count_text(count: float | None) -> str:
     """A whole number: "12,345"."""
     return NOTHING if count is None else f"{count:,.0f}"

@@ -7,7 +7,7 @@ returned SVG text has all text of the runs escaped.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,9 +16,10 @@ import numpy as np
 
 from dure.core.mixing import pairwise_mixing
 from dure.core.target import Target
-from dure.report.canvas import FAINT, GRID, drawing, plain
-from dure.report.comparison import Entry
+from dure.report.canvas import FAINT, GRID, INK, drawing, plain, round_marks
+from dure.report.comparison import Entry, compact_text
 from dure.report.metrics import VersionCounts
+from dure.report.plan_sweeps import SweptValues, Win, winners
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,6 +32,7 @@ SHARES = {"compute": "#33475B", "communicate": "#8CA3BA", "wait": "#DCE3EA"}
 
 _MOST_POINTS = 400
 _MOST_BARS = 40
+_MOST_PLACES = 8
 _LOG_FROM = 30.0
 _MOST_NAMED = 32
 _STAYS = -1.0
@@ -61,6 +63,10 @@ class Look:
     def style(self) -> Any:
         """The dash in the form of matplotlib."""
         return (0, tuple(map(float, self.dash.split()))) if self.dash else "-"
+
+
+OTHER = Look("#7f8a97", "")
+"""The look of strategies of a plan without a color of their own."""
 
 
 def looks(found: Sequence[Entry]) -> list[Look]:
@@ -149,6 +155,91 @@ def graph(edges: Sequence[Sequence[int]], workers: int, *, color: str) -> str:
         _circle(circle, edges, workers, color)
         _mixing(matrix, edges, workers, color)
     return svg()
+
+
+PLOT = (0.1, 0.15, 0.88, 0.72)
+"""Left, bottom, width and height of the plot of a sweep, in parts of its figure: a page places a slider below it."""
+
+
+def sweep(
+    found: SweptValues, measure: str, given: Mapping[str, Look], *, label: str, text: Callable[[float], str], bits: bool
+) -> str:
+    """Draws the values of strategies along a sweep, above them who wins where, and the place of the plan.
+
+    `text` names a place. With `bits` the axis has bits for the bytes of the places.
+    """
+    lines = {name: found.measures[measure][name] for name in given if name in found.measures[measure]}
+    scale, unit = 1e3 if measure == "step" else 1.0, 8 if bits else 1
+    with drawing(f"sweep {label} {measure} {lines}", width=5.6, height=3.5) as (figure, svg):
+        figure.set_layout_engine("none")
+        axes = figure.add_axes(PLOT)
+        axes.set(xscale="log", yscale="log", xlim=(unit * found.at[0], unit * found.at[-1]), xlabel=label)
+        for name, values in reversed(lines.items()):
+            look = given[name]
+            axes.plot(
+                [unit * place for place in found.at],
+                [math.nan if value is None else scale * value for value in values],
+                color=look.color, linestyle=look.style, linewidth=1.0 if look == OTHER else 1.8, marker="o",
+                markersize=2.5 if look == OTHER else 4,
+            )  # fmt: skip
+        _strip(axes, winners(found.at, found.ranked), given, unit)
+        if found.now is not None and found.at[0] <= found.now <= found.at[-1]:
+            axes.axvline(unit * found.now, color=FAINT, linewidth=1.6, linestyle=":", zorder=1)
+        places = [unit * at for at in found.at[:: -(-len(found.at) // _MOST_PLACES)]]
+        _marks(axes.xaxis, round_marks(*axes.get_xlim()) if bits else places, compact_text if bits else text)
+        _marks(axes.yaxis, round_marks(*axes.get_ylim()), compact_text)
+    return svg()
+
+
+def losses(found: Mapping[str, Sequence[tuple[float, float]]], given: Mapping[str, Look], target: float | None) -> str:
+    """Draws losses over predicted seconds by strategy, and the target."""
+    unit = _unit("seconds", max(place for points in found.values() for place, _ in points))
+    scaled = {name: [(place / unit[1], value) for place, value in points] for name, points in found.items()}
+    with drawing(f"losses {scaled}", width=11.2, height=3.3) as (figure, svg):
+        axes = figure.subplots()
+        for name, points in reversed(scaled.items()):
+            _curve(axes, points, given[name])
+        level = [] if target is None else [[target]]
+        _scale_loss(axes, "loss", [[value for _, value in points] for points in scaled.values()] + level)
+        axes.set_xlim(left=0)
+        axes.set_xlabel(f"predicted time ({unit[2]})")
+        axes.xaxis.set_major_formatter(plain(""))
+        if target is not None:
+            _mark(axes, Target(target, "loss"))
+    return svg()
+
+
+def _strip(axes: Axes, wins: Sequence[Win], given: Mapping[str, Look], unit: float) -> None:
+    """Draws a colored band above the plot for each winner, with its name where it fits, and lines at the borders."""
+    low, high = map(math.log, axes.get_xlim())
+    for place, win in enumerate(win for win in wins if win.end > win.start):
+        start, end = unit * win.start, unit * win.end
+        axes.axvspan(start, end, 1.02, 1.1, color=given[win.strategy].color, alpha=0.25, linewidth=0, clip_on=False)
+        if place:
+            axes.axvline(start, color="#9AA5B1", linewidth=0.8, zorder=1)
+        letters = int(82 * math.log(end / start) / (high - low))
+        name = win.strategy if len(win.strategy) <= letters else f"{win.strategy[: letters - 1]}\N{HORIZONTAL ELLIPSIS}"
+        if letters > 4:
+            middle = math.sqrt(start) * math.sqrt(end)
+            axes.text(
+                middle,
+                1.06,
+                name,
+                transform=axes.get_xaxis_transform(),
+                ha="center",
+                va="center",
+                fontsize=8,
+                color=INK,
+            )
+
+
+def _marks(axis: Any, places: Sequence[float], text: Callable[[float], str]) -> None:
+    """Sets the ticks of a logarithmic axis."""
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+    axis.set_major_locator(FixedLocator(places))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda value, _place: text(value)))
 
 
 class Band(NamedTuple):

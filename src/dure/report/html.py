@@ -29,7 +29,7 @@ from dure.report.trace import ACTIONS, timeline
 from dure.report.values import RunRecord
 
 if TYPE_CHECKING:
-    from jinja2 import Template
+    from jinja2 import Environment, Template
     from markupsafe import Markup
 
 _X_TITLES = {"step": "against mini-batches", "bytes": "against bytes sent", "frames": "against frames"}
@@ -125,17 +125,28 @@ def render(runs: Sequence[RunRecord], *, title: str, target: Target) -> str:
 
 
 def _template() -> Template:
+    from markupsafe import Markup
+
+    made = environment()
+    made.finalize = _printable
+    style = Markup(resource("page.css"))  # noqa: S704  (our own file)
+    made.globals.update({name: getattr(comparison, name) for name in _FILTERS}, style=style)
+    return made.from_string(resource("report.html.j2"))
+
+
+def environment() -> Environment:
+    """The settings of all pages: every text that is not our own is escaped, and a name that is missing is an error."""
     from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup
 
-    environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=_printable
-    )
-    environment.filters["svg"] = Markup
-    environment.filters["breakable"] = breakable
-    environment.globals.update({name: getattr(comparison, name) for name in _FILTERS})
-    text = resources.files("dure.report").joinpath("report.html.j2").read_text(encoding="utf-8")
-    return environment.from_string(text)
+    made = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    made.filters.update(svg=Markup, breakable=breakable)
+    return made
+
+
+def resource(name: str) -> str:
+    """The text of a file of this package."""
+    return resources.files("dure.report").joinpath(name).read_text(encoding="utf-8")
 
 
 def _printable(value: object) -> object:

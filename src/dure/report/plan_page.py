@@ -1,7 +1,7 @@
 """Writes the page of a plan: one HTML file to explore, that opens offline and asks nothing of the network.
 
-The page shows all parts without its script. The script moves the ranking with the slider, reads values off the charts
-and copies commands. A policy in the page (CSP) lets a browser run that script alone, whatever the plan's texts hold.
+The page shows all parts without its script. The script moves the ranking with the slider and copies commands. A policy
+in the page (CSP) lets a browser run that script alone, whatever the plan's texts hold.
 
 `plan` holds plain values, and each part may be empty or missing:
 
@@ -22,24 +22,41 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import math
+import re
 from collections.abc import Mapping, Sequence
-from importlib import resources
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dure.report import plan_bars, plan_figures, plan_sweeps, plan_values
-from dure.report.comparison import NOTHING
+from dure.core.extras import import_extra
+from dure.core.target import Target
+from dure.report import figures, plan_sweeps
+from dure.report.comparison import NOTHING, bytes_text, compact_text, digits_text, rate_text, seconds_text
+from dure.report.figures import OTHER, Look
 from dure.report.files import replacing, to_json
-from dure.report.html import breakable
-from dure.report.plan_chart import Axis, compact
-from dure.report.plan_sweeps import SweptValues
-from dure.report.plan_values import Plan, PlanRow, digits, positive
+from dure.report.gantt import Bar, BarKind, BarRow, Gantt, svg
+from dure.report.html import environment, resource
+from dure.report.plan_sweeps import MEASURES, Plan, SweptValues, number, positive, winners
 
 if TYPE_CHECKING:
     from markupsafe import Markup
 
+PARTS = ("weights", "gradient", "optimizer", "versions", "activations")
+"""The parts of a worker's memory, in the order of a bar."""
+
+COLORS = ("#0072b2", "#d55e00", "#00875f", "#a64d86", "#3d93c4", "#a97000", "#4d4d4d")
+_DASHES = ("", "7 4")
+_COLORED_ROWS = 7
+ACTIVITIES = {
+    "compute": BarKind("#9cc8f2", "compute"),
+    "communicate": BarKind("#f6cd83", "communicate"),
+    "wait": BarKind("#cdd4db", "wait"),
+}
 _NO_ANSWER = {"command": "", "why": (), "would_change": (), "plain_ddp": False, "ddp_script": None}
+_MOST_RANKED, _MOST_WORKERS, _MOST_POINTS = 12, 32, 300
+_THINNEST, _NEAR_LIMIT = 2e-4, 0.2
+_NUMBERED = re.compile(r"([^0-9]*)([0-9]*)")
 
 
 def write_plan_page(path: Path, plan: Mapping[str, Any]) -> Path:
@@ -52,48 +69,120 @@ def write_plan_page(path: Path, plan: Mapping[str, Any]) -> Path:
 
 def render_plan(plan: Mapping[str, Any]) -> str:
     """The page as text. The same plan gives the same text."""
-    from jinja2 import Environment, StrictUndefined
+    import_extra("report", "the page of a plan")
     from markupsafe import Markup
 
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["percent"] = lambda value: f"{value:.2f}%"
-    environment.filters["breakable"] = breakable
-    environment.globals.update(digits=digits, NOTHING=NOTHING, parts=plan_values.PARTS, names=plan_figures.MEASURES)
-    script, rows, looks = _resource("plan.js"), plan_values.rows(plan), plan_sweeps.looks(plan)
-    sweeps = {axis: found for axis in plan_sweeps.AXES if (found := plan_sweeps.sweep(plan, axis)) is not None}
-    timeline = plan_bars.timeline(plan)
-    return environment.from_string(_resource("plan.html.j2")).render(
+    made = environment()
+    made.filters["percent"] = lambda value: f"{value:.2f}%"
+    made.globals.update(
+        digits=digits_text, NOTHING=NOTHING, parts=PARTS, names=plan_sweeps.TITLES, plot=figures.PLOT, other=OTHER
+    )
+    script, rows, looks, sweeps = resource("plan.js"), plan_rows(plan), plan_looks(plan), _sweeps(plan)
+    return made.from_string(resource("plan.html.j2")).render(
         title=_title(plan),
         facts=_facts(plan),
         cluster=plan.get("cluster") or "the cluster file",
         version=plan.get("version") or "",
-        target=plan_values.target(plan),
+        target=target_of(plan),
         answer={**_NO_ANSWER, **(plan.get("answer") or {})},
-        best=plan_values.best(plan, rows),
+        best=best_row(plan, rows),
         rows=rows,
         columns=_columns(rows),
         by_speed=_by_speed(rows),
         looks=looks,
         lines={name: look for name, look in looks.items() if any(name in found.ranked for found in sweeps.values())},
-        measures=[name for name in plan_figures.MEASURES if any(name in found.measures for found in sweeps.values())],
+        measures=[name for name in MEASURES if any(name in found.measures for found in sweeps.values())],
         by=next((found.by for found in sweeps.values()), None),
-        swept=[plan_figures.swept(axis, found, looks) for axis, found in sweeps.items()],
-        slider=plan_figures.slider(sweeps["bandwidth"]) if "bandwidth" in sweeps else None,
-        curves=plan_figures.curves(plan, looks),
-        memory=plan_bars.memory(plan),
-        timeline=timeline,
-        time_ticks=plan_figures.time_ticks(timeline) if timeline else [],
+        swept=[_swept(axis, found, looks) for axis, found in sweeps.items()],
+        slider=_slider(sweeps["bandwidth"]) if "bandwidth" in sweeps else None,
+        curves=_curves(plan, looks),
+        memory=memory_bars(plan),
+        timeline=(chart := timeline(plan)) and svg(chart),
+        timed=str((plan.get("timeline") or {}).get("strategy") or ""),
+        hidden=max(0, len(_workers(plan)) - _MOST_WORKERS),
         refused=plan.get("refused") or [],
         left=plan.get("left") or [],
-        style=Markup(_resource("plan.css")),  # noqa: S704  (our own file)
+        style=Markup(resource("page.css") + resource("plan.css")),  # noqa: S704  (our own files)
         script=Markup(script),  # noqa: S704  (our own file)
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         data=_data(sweeps, looks),
     )
 
 
-def _resource(name: str) -> str:
-    return resources.files("dure.report").joinpath(name).read_text(encoding="utf-8")
+# ---- the answer and the ranking
+
+
+class PlanRow(NamedTuple):
+    """The texts of a ranked strategy; `meter` is its samples per second in per cent of the most."""
+
+    rank: str
+    strategy: str
+    servers: str
+    batch: str
+    step: str
+    speed: str
+    meter: float
+    factor: str
+    target: str
+    memory: str
+    limit: str
+    share: str
+    fits: bool
+    sent: str
+    cost: str
+    bottleneck: str
+    command: str
+    step_seconds: str
+
+
+def target_of(plan: Plan) -> Target | None:
+    """The target of the plan: a loss, if the plan does not name its measure."""
+    value = number(plan.get("target"))
+    return None if value is None else Target(value, plan.get("target_measure") or "loss")
+
+
+def plan_rows(plan: Plan) -> list[PlanRow]:
+    """The rows as texts, in the order of their ranks."""
+    given = _given_rows(plan)
+    most = max((positive(row.get("samples_per_second")) or 0.0 for row in given), default=0.0)
+    return [_row(row, most) for row in given]
+
+
+def best_row(plan: Plan, found: Sequence[PlanRow]) -> PlanRow | None:
+    """The row of the answer; the first row without one."""
+    wanted = (plan.get("answer") or {}).get("command"), (plan.get("answer") or {}).get("strategy")
+    ranked = sorted(found, key=lambda row: (row.command != wanted[0], row.strategy != wanted[1]))
+    return ranked[0] if ranked else None
+
+
+def _given_rows(plan: Plan) -> list[Mapping[str, Any]]:
+    return sorted(plan.get("rows") or [], key=lambda row: number(row.get("rank")) or math.inf)
+
+
+def _row(given: Mapping[str, Any], most: float) -> PlanRow:
+    step, speed = positive(given.get("seconds_per_step")), positive(given.get("samples_per_second"))
+    total, limit = _total_memory(given), positive(given.get("memory_limit"))
+    cost, servers = number(given.get("cost_per_hour")), positive(given.get("servers"))
+    return PlanRow(
+        rank=str(given.get("rank") or ""),
+        strategy=str(given["strategy"]),
+        servers=f"+{servers:.0f} machine{'s' if servers != 1 else ''}" if servers else "",
+        batch=str(given.get("batch") or ""),
+        step=digits_text(step and 1e3 * step),
+        speed=digits_text(speed),
+        meter=100 * (speed or 0.0) / (most or 1.0),
+        factor=digits_text(positive(given.get("factor"))),
+        target=seconds_text(positive(given.get("seconds_to_target"))),
+        memory=bytes_text(total or None),
+        limit=bytes_text(limit),
+        share=NOTHING if limit is None or not total else f"{100 * total / limit:.0f} %",
+        fits=limit is None or total <= limit,
+        sent=bytes_text(number(given.get("bytes_per_step"))),
+        cost=NOTHING if cost is None else f"{cost:,.2f}",
+        bottleneck=str(given.get("bottleneck") or ""),
+        command=str(given.get("command") or ""),
+        step_seconds=seconds_text(step),
+    )
 
 
 def _title(plan: Plan) -> str:
@@ -110,7 +199,7 @@ def _facts(plan: Plan) -> list[str]:
     workers, parameters = positive(plan.get("workers")), positive(plan.get("parameters"))
     facts = [str(plan.get("cluster") or "")]
     facts.append(f"{workers:.0f} worker{'s' if workers != 1 else ''}" if workers else "")
-    facts.append(f"{compact(parameters)} parameters" if parameters else "")
+    facts.append(f"{compact_text(parameters)} parameters" if parameters else "")
     return [fact for fact in facts if fact]
 
 
@@ -119,7 +208,7 @@ def _columns(rows: Sequence[PlanRow]) -> set[str]:
     shown = {
         column for column in ("target", "memory", "share", "cost") for row in rows if getattr(row, column) != NOTHING
     }
-    if any(row.factor not in (NOTHING, digits(1.0)) for row in rows):
+    if any(row.factor not in (NOTHING, digits_text(1.0)) for row in rows):
         shown.add("factor")
     if len({row.strategy for row in rows}) < len(rows):
         shown.add("batch")
@@ -131,27 +220,179 @@ def _by_speed(rows: Sequence[PlanRow]) -> bool:
     return all(first.meter >= second.meter for first, second in pairwise(rows))
 
 
-def _data(sweeps: Mapping[str, SweptValues], looks: Mapping[str, str]) -> Markup:
-    """The values of the sweeps for the script, as JSON in which no text is markup."""
+# ---- sweeps and losses
+
+
+def plan_looks(plan: Plan) -> dict[str, Look]:
+    """The line of each strategy: a color and a dash for the first, `OTHER` for the rest.
+
+    The first are the first ranks, then winners of sweeps, those with a curve, the other ranks, and the rest.
+    """
+    ranked = [str(row["strategy"]) for row in _given_rows(plan)]
+    sweeps = _sweeps(plan).values()
+    first = [win.strategy for found in sweeps for win in winners(found.at, found.ranked)]
+    curves = [str(curve["strategy"]) for curve in plan.get("curves") or []]
+    swept = [name for found in sweeps for lines in found.measures.values() for name in lines]
+    names = dict.fromkeys([*ranked[:_COLORED_ROWS], *first, *curves, *ranked, *swept])
+    every = [Look(color, dash) for dash in _DASHES for color in COLORS]
+    return {name: every[place] if place < len(every) else OTHER for place, name in enumerate(names)}
+
+
+def _sweeps(plan: Plan) -> dict[str, SweptValues]:
+    return {axis: found for axis in plan_sweeps.AXES if (found := plan_sweeps.sweep(plan, axis)) is not None}
+
+
+def _swept(axis: str, found: SweptValues, looks: Mapping[str, Look]) -> dict[str, Any]:
+    """The figures of a sweep by measure, its winners in a sentence, and all its values as a table."""
+    bits, text = axis == "bandwidth", plan_sweeps.place_text(axis)
+    label = "bandwidth of a link (bit/s)" if bits else found.unit
+    within = found.now is not None and found.at[0] <= found.now <= found.at[-1]
+    return {
+        "key": axis,
+        "charts": {
+            measure: figures.sweep(found, measure, looks, label=label, text=text, bits=bits)
+            for measure in found.measures
+        },
+        "places": list(map(text, found.at)),
+        "values": {
+            measure: {name: _texts(measure, lines[name]) for name in looks if name in lines}
+            for measure, lines in found.measures.items()
+        },
+        "sentence": plan_sweeps.winners_sentence(axis, found),
+        "now_text": text(found.now) if within and found.now is not None else "",
+    }
+
+
+def _texts(measure: str, values: plan_sweeps.Values) -> list[str]:
+    return [digits_text(value and (1e3 if measure == "step" else 1.0) * value) for value in values]
+
+
+def _slider(found: SweptValues) -> dict[str, Any]:
+    """The ranking that the slider moves, at its first place in per cent: the plan's bandwidth, or the nearest one."""
+    return {
+        "placed": plan_sweeps.ranking(found, found.place)[:_MOST_RANKED],
+        "place": 100 * math.log(found.place / found.at[0]) / math.log(found.at[-1] / found.at[0]),
+        "text": rate_text(found.place),
+        "sentence": plan_sweeps.lead_sentence(found, found.place),
+    }
+
+
+def _curves(plan: Plan, looks: Mapping[str, Look]) -> dict[str, Any] | None:
+    """Losses over predicted seconds, with the target; None without any loss."""
+    found = {}
+    for curve in plan.get("curves") or []:
+        pairs = [
+            (seconds, loss)
+            for at, value in zip(curve.get("seconds") or [], curve.get("loss") or [], strict=False)
+            if (seconds := number(at)) is not None and (loss := number(value)) is not None
+        ]
+        if pairs:
+            found[str(curve["strategy"])] = pairs[:: -(-len(pairs) // _MOST_POINTS)]
+    if not found:
+        return None
+    target = target_of(plan)
+    level = target.value if target is not None and target.measure == "loss" else None
+    return {"strategies": list(found), "svg": figures.losses(found, looks, level), "level": level}
+
+
+def _data(sweeps: Mapping[str, SweptValues], looks: Mapping[str, Look]) -> Markup:
+    """The values of the slider's sweep for the script, as JSON in which no text is markup."""
     from markupsafe import Markup
 
-    values = {
-        axis: {
-            "at": found.at,
-            "by": found.by,
-            "most": plan_figures.MOST[found.by],
-            "places": [Axis(found.at[0], found.at[-1]).place(place) for place in found.at],
-            "texts": [plan_figures.place_text(axis)(place) for place in found.at],
-            "lines": [
-                {"strategy": name, "look": look}
-                | {measure: lines.get(name, []) for measure, lines in found.measures.items()}
-                for name, look in looks.items()
-                if name in found.ranked
-            ],
-        }
-        for axis, found in sweeps.items()
+    found = sweeps.get("bandwidth")
+    values = found and {
+        "at": found.at,
+        "most": plan_sweeps.MOST[found.by],
+        "lines": [
+            {"strategy": name, "color": look.color, "values": found.ranked[name]}
+            | {"step": found.measures.get("step", {}).get(name)}
+            for name, look in looks.items()
+            if name in found.ranked
+        ],
     }
     text = to_json(values)
     for letter in "<>&":
         text = text.replace(letter, f"\\u{ord(letter):04x}")
     return Markup(text)  # noqa: S704  (no markup is left in it)
+
+
+# ---- memory and time of workers
+
+
+class Part(NamedTuple):
+    """A part of a bar: its name, its width in per cent, and its text."""
+
+    name: str
+    width: float
+    text: str
+
+
+class MemoryBar(NamedTuple):
+    """The memory of a worker in parts; `limit` is the place of the limit in per cent, None if it is off the bar."""
+
+    row: PlanRow
+    parts: Sequence[Part]
+    limit: float | None
+
+
+def memory_bars(plan: Plan) -> list[MemoryBar]:
+    """A bar for each row with memory, all of one scale: it ends at the limit if the bars come near to it."""
+    found = [pair for pair in zip(_given_rows(plan), plan_rows(plan), strict=True) if _total_memory(pair[0])]
+    if not found:
+        return []
+    most = max(_total_memory(given) for given, _ in found)
+    limits = [limit for given, _ in found if (limit := positive(given.get("memory_limit"))) is not None]
+    near = bool(limits) and most >= _NEAR_LIMIT * max(limits)
+    scale = 100 / (1.04 * max([most, *limits]) if near else most)
+    return [_memory_bar(given, row, scale, near) for given, row in found]
+
+
+def _memory_bar(given: Mapping[str, Any], row: PlanRow, scale: float, near: bool) -> MemoryBar:
+    sizes = {part: number(given["memory"].get(part)) or 0.0 for part in PARTS}
+    limit = positive(given.get("memory_limit"))
+    return MemoryBar(
+        row=row,
+        parts=[Part(part, size * scale, f"{part}: {bytes_text(size)}") for part, size in sizes.items() if size],
+        limit=limit * scale if limit is not None and near else None,
+    )
+
+
+def _total_memory(given: Mapping[str, Any]) -> float:
+    """Bytes of a worker's memory; 0 if no part is known."""
+    return sum(number((given.get("memory") or {}).get(part)) or 0.0 for part in PARTS)
+
+
+def timeline(plan: Plan) -> Gantt | None:
+    """The spans of the first workers. If computing and communication overlap, each has a part of the row's height."""
+    given = plan.get("timeline") or {}
+    spans = given.get("spans") or []
+    end = positive(given.get("seconds")) or max((span["end"] for span in spans), default=0.0)
+    if end <= 0 or not spans:
+        return None
+    lanes = _overlap(spans)
+    rows: dict[str, list[Bar]] = {worker: [] for worker in _workers(plan)[:_MOST_WORKERS]}
+    for span in spans:
+        start, stop = (min(max(span[edge], 0.0), end) for edge in ("start", "end"))
+        if str(span["worker"]) in rows and stop - start >= _THINNEST * end:
+            name, kind = str(span.get("name") or ""), str(span["kind"])
+            about = f"{name or kind}: {seconds_text(span['start'])} to {seconds_text(span['end'])}"
+            bar = Bar(kind, start, stop, (name,), about, lane=int(lanes and kind != "compute"))
+            rows[str(span["worker"])].append(bar)
+    return Gantt("", "", {name: BarRow(bars) for name, bars in rows.items()}, end, ACTIVITIES)
+
+
+def _workers(plan: Plan) -> list[str]:
+    """The nodes of the timeline, "worker 10" behind "worker 9"."""
+    names = {str(span["worker"]) for span in (plan.get("timeline") or {}).get("spans") or []}
+    return sorted(names, key=lambda name: [(text, int(digits or 0)) for text, digits in _NUMBERED.findall(name)])
+
+
+def _overlap(spans: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether two spans of a worker overlap by more than rounding."""
+    ends: dict[str, float] = {}
+    for span in sorted(spans, key=lambda span: span["start"]):
+        worker, before = str(span["worker"]), ends.get(str(span["worker"]), -math.inf)
+        if span["start"] < before - 1e-6 * (span["end"] - span["start"]):
+            return True
+        ends[worker] = max(before, span["end"])
+    return False
