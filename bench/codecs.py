@@ -22,14 +22,13 @@ import torch
 from _script import parse, ratio_of, told
 
 from dure.codec import bits
-from dure.codec.coder import Coder, SliceLayout
+from dure.codec.coder import Coder, FeedbackCoder, SliceLayout
+from dure.codec.cost import random_slices, timed
 from dure.codec.floats import BFloat16, Float16, Int8
 from dure.codec.one_bit import OneBit
-from dure.codec.residual import FeedbackCoder
 from dure.codec.sign import Sign
 from dure.codec.strom import Strom
 from dure.codec.ternary import Ternary
-from dure.codec.timing import random_slices, timed
 from dure.codec.top_k import TopK
 from dure.codec.vote import Majority
 from dure.core.cost import codec_cost

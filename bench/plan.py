@@ -49,11 +49,10 @@ from dure.job.data.loaders import data_root
 from dure.job.job import Job, load_job
 from dure.job.optimizer import OptimizerSpec
 from dure.partition.profile import BlockTimes, PassTime
-from dure.planner.calibration import calibrated
-from dure.planner.job_profile import JobProfile, profile_job
+from dure.planner.candidates import Scene
+from dure.planner.job_profile import JobProfile, calibrated, profile_job
 from dure.planner.learning import crossed
 from dure.planner.probe.probe import described, probe
-from dure.planner.scene import Scene
 from dure.planner.timing import config_of, timed
 from dure.run.config import TrainConfig
 from dure.run.prebuilt import Prebuilt

@@ -49,9 +49,8 @@ from replay import ALPHA, BETA, CARTPOLE, DIFFERENT, FILL, transitions
 
 from dure.core.node import Address, Call, Reply, TensorSpec
 from dure.rl.messages import InsertionTensors, SampleTensors, with_version
-from dure.rl.rate_limiter import RateLimiter
 from dure.rl.replay import Replay
-from dure.rl.replay_service import ReplayService
+from dure.rl.services import RateLimiter, ReplayService
 from dure.rl.transitions import Transitions
 from dure.runtime.process.node import ProcessNode
 from dure.runtime.wire import Identity

@@ -42,7 +42,7 @@ from _script import PATH, parse, told
 
 from dure.planner.probe.measure import step_seconds
 from dure.planner.probe.probe import probe
-from dure.planner.probe.synthetic_job import job_file, synthetic_job
+from dure.planner.probe.short_runs import job_file, synthetic_job
 from dure.run.launchers import torchrun
 from dure.run.setup import Setup
 from dure.run.train import train

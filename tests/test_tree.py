@@ -20,7 +20,7 @@ FILES = sorted([*SOURCE.rglob("*.py"), *STUDIES.rglob("*.py")])
 pytestmark = pytest.mark.xdist_group("tree")  # one process parses the files
 TIMED = (
     "runtime/",
-    "codec/timing.py",
+    "codec/cost.py",
     "core/chance.py",
     "planner/probe/",
     "planner/job_profile.py",

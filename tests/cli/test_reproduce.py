@@ -8,7 +8,7 @@ import pytest
 
 from dure.cli import reproduce
 from dure.cli.main import main
-from dure.core import offers
+from dure.core import packages
 
 STUDY = """
 from typing import Annotated
@@ -155,7 +155,7 @@ def test_an_unknown_name_has_the_install_line_where_only_others_offer_studies(in
 
 @pytest.mark.parametrize("arguments", [[], ["table1"], ["tabel1"], ["table1", "--rounds", "3"], ["--all"]])
 def test_without_studies_the_command_names_the_install_line(arguments, monkeypatch, capsys):
-    monkeypatch.setattr(offers, "entry_points", lambda group: EntryPoints())
+    monkeypatch.setattr(packages, "entry_points", lambda group: EntryPoints())
     assert main(["reproduce", *arguments]) == 2
     shown = capsys.readouterr()
     assert (shown.out, shown.err) == (

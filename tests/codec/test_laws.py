@@ -9,12 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.wording import raising
 
-from dure.codec.coder import SliceLayout
+from dure.codec.coder import FeedbackCoder, SliceLayout
 from dure.codec.feedback import ErrorFeedback, Momentum
 from dure.codec.floats import BFloat16, Float16, Int8
 from dure.codec.fp32 import Float32
 from dure.codec.one_bit import OneBit
-from dure.codec.residual import FeedbackCoder
 from dure.codec.sign import Sign
 from dure.codec.strom import Strom
 from dure.codec.ternary import Ternary

@@ -7,7 +7,7 @@ import tomllib
 import pytest
 from support.core_only import ROOT, core_only, run
 
-from dure.core.extras import EXTRAS
+from dure.core.packages import EXTRAS
 from dure.errors import UsageError
 from dure.planner.options import PlanOptions
 from dure.report.html import write_report

@@ -16,8 +16,7 @@ from dure.core.node import Address, Call, Reply, TensorSpec
 from dure.core.protocol import COUNT, DRIVER, OWN, WORKERS, Method, RemoteService, carrying, check, remote
 from dure.errors import Refused, RemoteError
 from dure.job.optimizer import OptimizerSpec
-from dure.rl.model_service import ModelService
-from dure.rl.replay_service import ReplayService
+from dure.rl.services import ModelService, ReplayService
 from dure.run.driver import Driver
 from dure.run.process import Control
 from dure.runtime.process.node import Outbox, ProcessNode

@@ -5,8 +5,7 @@ import unicodedata
 
 import pytest
 
-from dure.core.log import Printable
-from dure.core.text import LONGEST, printable, quoted, sentence, shortened, text_of, traceback_of
+from dure.core.text import LONGEST, Printable, printable, quoted, sentence, shortened, text_of, traceback_of
 
 
 def test_no_control_character_but_tabs_and_ends_of_lines_is_left():

@@ -13,7 +13,7 @@ from support.wording import raising
 
 import dure
 from dure.cli.main import main
-from dure.core.finite import all_finite
+from dure.core.vectors import all_finite
 from dure.errors import DivergedError, DureError
 from dure.run.compare import run_all
 from dure.run.config import CompareConfig

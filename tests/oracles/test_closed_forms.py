@@ -22,8 +22,7 @@ from dure.core.collective_cost import Path
 from dure.job.data.dataset import Data
 from dure.job.job import Job, load_job
 from dure.partition.mesh import pipeline_of
-from dure.planner.candidates import CODECS
-from dure.planner.scene import Scene
+from dure.planner.candidates import CODECS, Scene
 from dure.planner.timing import setup_in, timed
 from dure.run.strategy import Strategy
 from dure.runtime.virtual.cluster import Cluster, Event, Link, Machines, SharedHost

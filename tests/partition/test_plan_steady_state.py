@@ -15,7 +15,7 @@ import torch
 from dure.job.job import load_job
 from dure.partition.cut import Level, plan
 from dure.partition.profile import BlockProfile, Profile
-from dure.planner.scene import Scene
+from dure.planner.candidates import Scene
 from dure.planner.timing import setup_in, timed
 from dure.runtime.virtual.cluster import Cluster, Link, Machines
 from dure.runtime.virtual.compute import Constant

@@ -6,8 +6,8 @@ import pytest
 
 from dure.job.job import load_job
 from dure.planner import timing
-from dure.planner.alike import simulated_workers
-from dure.planner.scene import Scene
+from dure.planner.candidates import Scene
+from dure.planner.timing import simulated_workers
 from dure.runtime.virtual.cluster import Cluster, Event, Machines
 from dure.runtime.virtual.compute import Constant, LogNormal
 

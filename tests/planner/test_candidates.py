@@ -5,8 +5,7 @@ import pytest
 from dure import codec, partition, sync, topology
 from dure.job.job import load_job
 from dure.partition.mesh import parts_of, pipeline_of
-from dure.planner.candidates import LEFT_OUT, Shape, crossed, on_servers, shape_of, single, wide
-from dure.planner.scene import Scene
+from dure.planner.candidates import LEFT_OUT, Scene, Shape, crossed, on_servers, shape_of, single, wide
 from dure.run.strategy import Strategy, parse_members
 from dure.runtime.virtual.cluster import Cluster, Machines
 

@@ -11,7 +11,7 @@ from support.runs import virtual
 
 import dure
 from dure.job.job import load_job
-from dure.planner.ddp_script import ddp_script
+from dure.planner.commands import ddp_script
 
 ROOT = Path(__file__).parents[2]
 

@@ -15,15 +15,14 @@ from dure.cli.plan import sentences, table
 from dure.core.target import Target
 from dure.errors import UsageError
 from dure.job.job import load_job
+from dure.planner.candidates import Scene
 from dure.planner.commands import Command
-from dure.planner.deadline import NEVER
 from dure.planner.learning import learned
 from dure.planner.options import PlanOptions
 from dure.planner.plan import LARGE, plan
-from dure.planner.scene import Scene
-from dure.planner.sweeps import sweeps
+from dure.planner.search import NEVER
+from dure.planner.sweeps import of_workers, sweeps, with_bandwidth, with_equal_workers, without_limits
 from dure.planner.timing import largest_memory, setup_in, timed
-from dure.planner.variants import of_workers, with_bandwidth, with_equal_workers, without_limits
 from dure.report.comparison import seconds_text
 from dure.run.config import TrainConfig
 from dure.runtime.virtual.cluster import Cluster, Link, Machines, SharedHost

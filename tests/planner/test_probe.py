@@ -16,15 +16,11 @@ from dure.cli.main import main
 from dure.core.collective_cost import Path as Wire
 from dure.errors import UsageError
 from dure.job.job import load_job
-from dure.planner.probe import collectives
 from dure.planner.probe import measure as link_measure
-from dure.planner.probe.advice import advice, bend, curve_advice, disturbance, link_advice
-from dure.planner.probe.collectives import fitted, predicted
-from dure.planner.probe.description import described
-from dure.planner.probe.fits import hand_over, unfairness_of, wire_of
+from dure.planner.probe.advice import advice, bend, curve_advice, disturbance, link_advice, table
+from dure.planner.probe.description import described, hand_over, sentence, stragglers, unfairness_of, wire_of
+from dure.planner.probe.measure import fitted, predicted
 from dure.planner.probe.probe import hosts_of, partners, probe
-from dure.planner.probe.stragglers import sentence, stragglers
-from dure.planner.probe.table import table
 from dure.runtime.virtual.cluster import Cluster, Link
 from dure.runtime.virtual.kernel import Kernel
 from dure.runtime.virtual.network import Network
@@ -431,8 +427,8 @@ def test_this_machine_is_probed_and_the_file_is_a_cluster(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "here.yaml"
-    for module in (link_measure, collectives):
-        monkeypatch.setattr(module, "SIZES", module.SIZES[:5])
+    for sizes in ("SIZES", "TENSOR_SIZES"):
+        monkeypatch.setattr(link_measure, sizes, getattr(link_measure, sizes)[:5])
     asked = ["--workers", "3", "--codec", "1bit", "--codec", "sign+momentum"]
     assert main(["probe", "digits-mlp", *asked, "--out", str(path), "--json"]) == 0
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -492,10 +488,11 @@ TORCHRUN = f"-m torch.distributed.run --nproc-per-node {RANKS} --master-addr $MA
 STRAGGLER = """
 import os
 
-from dure.planner.probe import collectives, measure
-from dure.planner.probe.synthetic_job import synthetic_job
+from dure.planner.probe import measure
 
-measure.SIZES, collectives.SIZES = measure.SIZES[:6], collectives.SIZES[:6]
+from dure.planner.probe.short_runs import synthetic_job
+
+measure.SIZES, measure.TENSOR_SIZES = measure.SIZES[:6], measure.TENSOR_SIZES[:6]
 
 
 def job():

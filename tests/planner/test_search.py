@@ -1,10 +1,8 @@
 """The search of a plan: what is timed, and until when."""
 
 from dure.job.job import load_job
-from dure.planner.candidates import single
-from dure.planner.deadline import Deadline
-from dure.planner.scene import Scene
-from dure.planner.search import search, shape_of
+from dure.planner.candidates import Scene, single
+from dure.planner.search import Deadline, search, shape_of
 from dure.planner.timing import timed
 from dure.runtime.virtual.cluster import Cluster, Machines
 

@@ -6,10 +6,9 @@ import time
 import pytest
 
 from dure.job.job import load_job
-from dure.planner import side_by_side
-from dure.planner.deadline import NEVER, Deadline
-from dure.planner.scene import Scene
-from dure.planner.side_by_side import timings
+from dure.planner import search
+from dure.planner.candidates import Scene
+from dure.planner.search import NEVER, Deadline, timings
 from dure.planner.timing import Timing
 from dure.runtime.virtual.cluster import Cluster
 
@@ -23,9 +22,9 @@ def scenes():
 
 
 def test_processes_find_what_one_process_finds(scenes, monkeypatch):
-    monkeypatch.setattr(side_by_side, "_cores", lambda: 2)
+    monkeypatch.setattr(search, "_cores", lambda: 2)
     apart = list(timings(scenes, WANTED, NEVER))
-    monkeypatch.setattr(side_by_side, "_cores", lambda: 1)
+    monkeypatch.setattr(search, "_cores", lambda: 1)
     assert list(timings(scenes, WANTED, NEVER)) == apart
     assert [each for each, _ in apart] == WANTED
     assert [type(timing) for _, timing in apart] == [Timing, Timing, str, Timing]
@@ -45,15 +44,15 @@ def test_a_timing_under_way_ends_at_the_deadline(scenes, monkeypatch):
             time.sleep(600)
         return "no"
 
-    monkeypatch.setattr(side_by_side, "_cores", lambda: 2)
-    monkeypatch.setattr(side_by_side, "_timed", slow)
+    monkeypatch.setattr(search, "_cores", lambda: 2)
+    monkeypatch.setattr(search, "_timed", slow)
     found = list(timings(scenes, WANTED, Deadline(2.0)))
     assert [timing for _, timing in found][2:] == [None, None]
     assert {timing for _, timing in found[:2]} == {"no"}
 
 
 def test_figures_that_processes_measure_are_known_to_later_ones(scenes, monkeypatch):
-    monkeypatch.setattr(side_by_side, "_cores", lambda: 2)
+    monkeypatch.setattr(search, "_cores", lambda: 2)
     assert not scenes[0].model.replica.figures
     list(timings(scenes, [(0, "bsp 1f1b:stages=2,micro=4")] * 2, NEVER))
     assert scenes[0].model.replica.figures
@@ -63,7 +62,7 @@ def test_processes_that_end_before_they_have_begun_print_nothing(scenes, monkeyp
     def answer(number, frame):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(side_by_side, "_cores", lambda: 8)
+    monkeypatch.setattr(search, "_cores", lambda: 8)
     before = signal.signal(signal.SIGTERM, answer)
     try:
         for _ in range(2):

@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from dure.job.gradient_engine import GradientEngine
-from dure.planner.probe import synthetic_job as module
+from dure.planner.probe import short_runs
 from dure.planner.probe.measure import MOST_STEPS, STEPS, step_seconds
-from dure.planner.probe.synthetic_job import SLOPE, synthetic_job
+from dure.planner.probe.short_runs import SLOPE, synthetic_job
 
 
 def test_time_is_spent_a_third_before_and_the_rest_by_layer_from_the_last(monkeypatch):
     slept = []
-    monkeypatch.setattr(module.time, "sleep", slept.append)
+    monkeypatch.setattr(short_runs.time, "sleep", slept.append)
     job = synthetic_job([300, 100], 0.9)
     net = job.build()
     filled = []
@@ -26,7 +26,7 @@ def test_time_is_spent_a_third_before_and_the_rest_by_layer_from_the_last(monkey
 
 def test_an_evaluation_takes_no_time(monkeypatch):
     slept = []
-    monkeypatch.setattr(module.time, "sleep", slept.append)
+    monkeypatch.setattr(short_runs.time, "sleep", slept.append)
     net = synthetic_job([4], 5.0).build()
     with torch.no_grad():
         without_gradients = net(torch.ones(3, 1))

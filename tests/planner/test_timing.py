@@ -11,9 +11,8 @@ import dure
 from dure.errors import UsageError
 from dure.job.data.dataset import Data
 from dure.job.job import Job, load_job
-from dure.planner.scene import Scene
-from dure.planner.step_times import StepTimes
-from dure.planner.timing import setup_in, timed
+from dure.planner.candidates import Scene
+from dure.planner.timing import StepTimes, setup_in, timed
 from dure.runtime.virtual.cluster import Cluster, Link, Machines
 from dure.runtime.virtual.compute import Constant, LogNormal
 

@@ -13,7 +13,7 @@ from support.wording import raising
 from dure.errors import UsageError
 from dure.rl.dqn import Dqn
 from dure.rl.environments import Environments
-from dure.rl.n_step import NStep, columns
+from dure.rl.transitions import NStep, columns
 
 VECTOR = Box(-1, 1, (3,), np.float32)
 

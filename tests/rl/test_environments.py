@@ -11,7 +11,7 @@ from support.wording import raising
 
 from dure.errors import UsageError
 from dure.rl.environments import Environments, Episode, environment
-from dure.rl.n_step import NStep
+from dure.rl.transitions import NStep
 
 
 class Tagged(gymnasium.Env):

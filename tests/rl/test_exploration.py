@@ -5,7 +5,7 @@ import pytest
 from support.wording import raising
 
 from dure.errors import UsageError
-from dure.rl.exploration import ladder
+from dure.rl.actor import ladder
 
 
 def test_rates_of_eight_actors():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dure.rl.frame_window import FrameWindow
+from dure.rl.frames import FrameWindow
 from dure.rl.transitions import FRAMES, FrameLayout
 
 STACK, STEPS = 3, 5

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from dure.job.replica import Replica
-from dure.rl import grader
+from dure.rl import companions
 from dure.rl.dqn import Dqn
 
 
@@ -25,7 +25,7 @@ class Endless(gymnasium.Env):
 
 
 def test_an_episode_without_end_is_cut(monkeypatch):
-    monkeypatch.setattr(grader, "MOST_FRAMES", 50)
+    monkeypatch.setattr(companions, "MOST_FRAMES", 50)
     network = Dqn(hidden=(4,)).network(Endless.observation_space, Endless.action_space)
-    found = grader.EpisodeGrader(Dqn(), Endless, lambda seed: network, 3, epsilon=0.0, seed=0)
+    found = companions.EpisodeGrader(Dqn(), Endless, lambda seed: network, 3, epsilon=0.0, seed=0)
     assert found.grade(torch.zeros_like(Replica(network).params)).figures == {"mean_return": 50.0, "return_std": 0.0}

@@ -5,8 +5,7 @@ import pytest
 from support.wording import raising
 
 from dure.errors import UsageError
-from dure.rl.n_step import Item, NStep, columns
-from dure.rl.transitions import Column, FrameLayout, Layout
+from dure.rl.transitions import Column, FrameLayout, Item, Layout, NStep, columns
 
 REWARDS = [1.0, 2.0, 3.0, 4.0, 5.0]
 VALUES = [10.0, 20.0, 30.0, 40.0, 50.0, 60.0]

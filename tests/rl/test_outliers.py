@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dure.rl.outliers import IN_A_ROW, OutlierFilter
+from dure.rl.source import IN_A_ROW, OutlierFilter
 
 LOSSES = [1.0, 1.2, 0.9, 1.1, 1.0, 8.0, 1.05]
 

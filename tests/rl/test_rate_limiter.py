@@ -6,7 +6,7 @@ import pytest
 from support.wording import raising
 
 from dure.errors import UsageError
-from dure.rl.rate_limiter import RateLimiter
+from dure.rl.services import RateLimiter
 
 
 def test_the_rule():

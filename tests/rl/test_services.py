@@ -16,10 +16,8 @@ from dure.core.node import Address, Call
 from dure.core.state import State
 from dure.errors import Refused, RemoteError
 from dure.rl.messages import VERSION, InsertionTensors, with_version
-from dure.rl.model_service import ModelService
-from dure.rl.rate_limiter import RateLimiter
 from dure.rl.replay import Replay
-from dure.rl.replay_service import MOST, ReplayService
+from dure.rl.services import MOST, ModelService, RateLimiter, ReplayService
 from dure.rl.transitions import FRAMES, Column, FrameLayout, Layout
 from dure.run.supervisor import MOST_FIGURES, CompanionTracker
 from dure.runtime.process.node import ProcessNode

@@ -13,10 +13,8 @@ from torch import nn
 from dure.core.node import Call
 from dure.job.replica import Replica
 from dure.rl.messages import KEYS, VERSION, InsertionTensors, SampleTensors, with_version
-from dure.rl.model_service import ModelService
-from dure.rl.rate_limiter import RateLimiter
 from dure.rl.replay import Replay
-from dure.rl.replay_service import ReplayService
+from dure.rl.services import ModelService, RateLimiter, ReplayService
 from dure.rl.source import TARGET, ReplaySource
 from dure.rl.transitions import Column, Layout
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from dure.rl.sum_tree import FAN_OUT, TOP, SumTree
+from dure.rl.replay import FAN_OUT, TOP, SumTree
 
 SIZES = (1, 7, FAN_OUT, 1000, TOP, TOP + 1, TOP * FAN_OUT + 5)
 """Below one group, one level, and several levels with a part of a group at the end."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.real_runs import Trial, configured
 
-from dure.core.folder_names import LATEST
+from dure.core.regular_file import LATEST
 from dure.run import checkpoint
 from dure.runtime.launch.interruption import Interrupted, Interruption
 

@@ -10,7 +10,7 @@ from support.shared_layers import pairs
 from support.stage_jobs import job_text
 
 import dure
-from dure.core.folder_names import CHECKPOINTS
+from dure.core.regular_file import CHECKPOINTS
 from dure.errors import UsageError
 from dure.run import checkpoint
 from dure.runtime.virtual.cluster import Cluster, Machines

@@ -19,12 +19,12 @@ from torch import nn
 
 import dure
 from dure.core.collective_cost import chunk_bytes
-from dure.core.ranges import size
+from dure.core.vectors import size
 from dure.errors import DeadlockError, DivergedError, DureError, StrategyError, UsageError
 from dure.job.job import Job, load_job
 from dure.job.optimizer import OptimizerSpec
 from dure.job.overlap import LEAST_NBYTES
-from dure.planner.probe.synthetic_job import synthetic_job
+from dure.planner.probe.short_runs import synthetic_job
 from dure.run.callbacks import Callbacks
 from dure.run.config import TrainConfig
 from dure.run.resolve import resolve

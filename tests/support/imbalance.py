@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dure.core.ranges import Ranges, size
+from dure.core.vectors import Ranges, size
 
 
 def imbalance(shards: Sequence[Ranges]) -> float:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from dure.core.extras import import_extra
+from dure.core.packages import import_extra
 from dure.errors import UsageError
 from dure.job.data.dataset import Data
 from dure.job.job import Job

@@ -26,8 +26,8 @@ from tyro.conf import Positional, UseAppendAction
 from dure import __version__
 from dure.cli.reproduce import PaperStudy, with_flags
 from dure.cli.rl import RlOptions, values_of
-from dure.core.extras import extra_is_there, import_extra
-from dure.core.folder_names import CHECKPOINTS, LATEST
+from dure.core.packages import extra_is_there, import_extra
+from dure.core.regular_file import CHECKPOINTS, LATEST
 from dure.core.text import printable, sentence
 from dure.core.user_code import explain_user_errors
 from dure.errors import DureError, UsageError
@@ -316,8 +316,8 @@ class Probe:
 
         from dure.job.job import load_job
         from dure.job.validation import validate_job
+        from dure.planner.probe.advice import table
         from dure.planner.probe.probe import probe
-        from dure.planner.probe.table import table
 
         _check_outputs(self.out)
         torch.set_num_threads(1)  # as workers compute

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from dure.core.extras import import_extra
+from dure.core.packages import import_extra
 from dure.planner.candidates import PLAIN
 from dure.report.comparison import NOTHING, bytes_text, count_text, seconds_text
 from dure.run.emit import launch_of

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field, fields, make_dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar, get_type_hints
 
-from dure.core.offers import loaded, offer, offers, origin
+from dure.core.packages import loaded, offer, offers, origin
 from dure.core.spec_text import names, nearest
 from dure.core.user_code import explain_user_errors
 from dure.errors import UsageError

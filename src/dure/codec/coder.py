@@ -5,6 +5,8 @@
 A codec is a choice without state (`Sign()`). Its coder is bound to one slice and may keep a residual. Sender and
 receiver each make a coder for the same slice, so a message does not repeat the layout. `most_bytes` bounds its length,
 and a receiver checks its content before use.
+
+The state is on the device of the last values; a restored one comes from the CPU and moves with the next values.
 """
 
 from __future__ import annotations
@@ -15,9 +17,9 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from dure.codec.blocks import blocks, require_finite
-from dure.core.ranges import ShapedSlice
+from dure.codec.blocks import all_finite, blocks, empty, is_finite, require_finite, viewed
 from dure.core.state import under_prefix, with_prefix
+from dure.core.vectors import ShapedSlice
 from dure.errors import DamagedMessage
 
 
@@ -190,3 +192,137 @@ def restore(coders: Sequence[Coder], tensors: Mapping[str, torch.Tensor]) -> Non
     """Restore several coders from their `states`."""
     for i, coder in enumerate(coders):
         coder.restore(under_prefix(f"{i} ", tensors))
+
+
+class CastCoder(DenseCoder):
+    """Encodes each element as the nearest number of `dtype`; numbers beyond its range become its largest number."""
+
+    looks = True
+
+    def __init__(self, numel: int, dtype: torch.dtype) -> None:
+        super().__init__(numel)
+        self.dtype = dtype
+
+    @property
+    def most_bytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    def encode_finite(self, values: torch.Tensor) -> torch.Tensor:
+        if values.device.type != "cpu":
+            return self._encode_by_operations(values)
+        cast = empty(self.numel, values, self.dtype)
+        for where in blocks(values):
+            cast[where] = values[where]
+            if not is_finite(cast[where]):  # not finite before, or beyond the range of `dtype`
+                require_finite(values[where])
+                most = torch.finfo(self.dtype).max
+                cast[where] = values[where].clamp(-most, most)
+        return cast.view(torch.uint8)
+
+    def _encode_by_operations(self, values: torch.Tensor) -> torch.Tensor:
+        most = torch.finfo(self.dtype).max
+        within = values.clamp(-most, most) if torch.finfo(values.dtype).max > most else values
+        message = within.to(self.dtype, copy=True).view(torch.uint8)
+        require_finite(values)
+        return message
+
+    def _parts(self, message: torch.Tensor) -> torch.Tensor:
+        return viewed(message, self.dtype)
+
+    def _check(self, parts: torch.Tensor) -> None:
+        if not all_finite(parts):
+            raise DamagedMessage("a value that is not finite.")
+
+    def _write(self, parts: torch.Tensor, where: slice, out: torch.Tensor) -> None:
+        out.copy_(parts[where])
+
+
+class FeedbackCoder(Coder):
+    """Error feedback: adds the residual before encoding with `inner`. Decodes as `inner`.
+
+    Only the sender has a residual, which checkpoints keep.
+    """
+
+    def __init__(self, inner: Coder) -> None:
+        super().__init__(inner.numel)
+        self.inner = inner
+        self.residual: torch.Tensor | None = None
+
+    @property
+    def most_bytes(self) -> int:
+        return self.inner.most_bytes
+
+    def encode_finite(self, values: torch.Tensor) -> torch.Tensor:
+        total = self._with_residual(values)
+        message = self.inner._encode_and_subtract(total)
+        self.residual = total
+        return message
+
+    def _with_residual(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum of `values` and the residual, within the range of their type; on the CPU in place of the residual."""
+        if self.residual is None:
+            return values.clone()
+        residual, most = self.residual.to(values.device), torch.finfo(values.dtype).max
+        if values.device.type != "cpu":
+            # The residual stays as it was until `inner`, which is the first to look, has found the sum finite.
+            return torch.where(values.isfinite(), (residual + values).clamp_(-most, most), values)
+        residual.add_(values)
+        if not all_finite(residual):  # the sum of two finite numbers overflowed
+            residual.clamp_(-most, most)
+        return residual
+
+    def decode(self, message: torch.Tensor, out: torch.Tensor) -> None:
+        self.inner.decode(message, out)
+
+    def accumulate(self, message: torch.Tensor, out: torch.Tensor, weight: float = 1.0) -> None:
+        self.inner.accumulate(message, out, weight)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        own = {} if self.residual is None else {"residual": self.residual.cpu()}
+        return own | self.inner.state()
+
+    def restore(self, state: Mapping[str, torch.Tensor]) -> None:
+        self.residual = state["residual"].clone() if "residual" in state else None
+        self.inner.restore(state)
+
+
+class MomentumCoder(Coder):
+    """Momentum: encodes the moving average of the values with `inner`. Decodes as `inner`."""
+
+    def __init__(self, inner: Coder, beta: float) -> None:
+        super().__init__(inner.numel)
+        self.inner = inner
+        self.beta = beta
+        self.average: torch.Tensor | None = None
+
+    @property
+    def most_bytes(self) -> int:
+        return self.inner.most_bytes
+
+    def encode_finite(self, values: torch.Tensor) -> torch.Tensor:
+        average = torch.zeros_like(values) if self.average is None else self.average.to(values.device)
+        # On the CPU, values have been found finite. Elsewhere `inner` looks, and the average stays until it has.
+        average = (average.lerp_ if values.device.type == "cpu" else average.lerp)(values, 1 - self.beta)
+        message = self.inner.encode_finite(average)
+        self.average = average
+        return message
+
+    def decode(self, message: torch.Tensor, out: torch.Tensor) -> None:
+        self.inner.decode(message, out)
+
+    def accumulate(self, message: torch.Tensor, out: torch.Tensor, weight: float = 1.0) -> None:
+        self.inner.accumulate(message, out, weight)
+
+    def verdict(self, values: torch.Tensor) -> torch.Tensor:
+        return self.inner.verdict(values)
+
+    def packed_signs(self, message: torch.Tensor) -> torch.Tensor | None:
+        return self.inner.packed_signs(message)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        own = {} if self.average is None else {"average": self.average.cpu()}
+        return own | self.inner.state()
+
+    def restore(self, state: Mapping[str, torch.Tensor]) -> None:
+        self.average = state["average"].clone() if "average" in state else None
+        self.inner.restore(state)

@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from dure.codec.base import Codec, Exchange, Vote
-from dure.codec.coder import Coder, SliceLayout
-from dure.codec.residual import FeedbackCoder, MomentumCoder
+from dure.codec.coder import Coder, FeedbackCoder, MomentumCoder, SliceLayout
 from dure.core.cost import CodecCost
 from dure.core.parameter import parameter
 

@@ -17,8 +17,7 @@ import torch
 
 from dure.codec.base import Codec
 from dure.codec.blocks import blocks, empty, is_finite, require_finite, require_in_float32, scratch, viewed
-from dure.codec.cast import CastCoder
-from dure.codec.coder import DenseCoder, SliceLayout
+from dure.codec.coder import CastCoder, DenseCoder, SliceLayout
 from dure.core.cost import CodecCost
 from dure.errors import DamagedMessage
 

@@ -20,6 +20,6 @@ class Float32(Codec):
     def coder(self, layout: SliceLayout, seed: int = 0) -> Coder:
         import torch
 
-        from dure.codec.cast import CastCoder
+        from dure.codec.coder import CastCoder
 
         return CastCoder(layout.numel, torch.float32)

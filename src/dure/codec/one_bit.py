@@ -22,8 +22,7 @@ import torch
 from dure.codec import bits
 from dure.codec.base import Codec
 from dure.codec.blocks import BLOCK, all_finite, empty, require_finite, require_in_float32, viewed
-from dure.codec.coder import Coder, DenseCoder, SliceLayout
-from dure.codec.residual import FeedbackCoder
+from dure.codec.coder import Coder, DenseCoder, FeedbackCoder, SliceLayout
 from dure.core.cost import CodecCost
 from dure.core.parameter import parameter
 from dure.errors import DamagedMessage

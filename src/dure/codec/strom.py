@@ -21,8 +21,7 @@ import torch
 from dure.codec import bits, gaps
 from dure.codec.base import Codec, Exchange
 from dure.codec.blocks import BLOCK, blocks, to_device, to_host
-from dure.codec.coder import Coder, SliceLayout
-from dure.codec.residual import FeedbackCoder
+from dure.codec.coder import Coder, FeedbackCoder, SliceLayout
 from dure.core.cost import CodecCost
 from dure.core.parameter import parameter
 from dure.errors import DamagedMessage

@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from dure.codec import gaps
 from dure.codec.base import Codec, Exchange
 from dure.codec.blocks import require_in_float32, to_device, to_host
-from dure.codec.coder import Coder, SliceLayout
-from dure.codec.residual import FeedbackCoder
+from dure.codec.coder import Coder, FeedbackCoder, SliceLayout
 from dure.core.cost import CodecCost
 from dure.core.parameter import parameter
 from dure.errors import DamagedMessage

@@ -1,4 +1,4 @@
-"""Regular files: reading those that others have made, up to a bounded size, and places for new ones.
+"""Files of runs: their names, reading regular files up to a bounded size, and places for new ones.
 
 A pipe could block for ever, a device has no end, and a file without data on the disk (sparse) can claim any size.
 """
@@ -56,3 +56,10 @@ def check_output(path: Path) -> None:
         cause = f"the folder {path.parent} is not writable"
     if cause is not None:
         raise UsageError(f"cannot write {path}: {cause}. Name a file in a folder that you may write to.")
+
+
+CHECKPOINTS = "checkpoints"
+"""Name of the folder of checkpoints."""
+
+LATEST = "LATEST"
+"""Name of the file, in that folder, that names the newest checkpoint."""

@@ -3,10 +3,13 @@
 A terminal obeys control characters: they move the cursor, set the title, or reverse the order of letters. `printable`
 replaces them where text reaches a terminal or a page. `shortened` bounds the length of a message, `quoted` that of a
 value in one.
+
+The log of dure, `logging.getLogger("dure")`, whose messages quote files, records and users' code.
 """
 
 from __future__ import annotations
 
+import logging
 import re
 import traceback
 
@@ -73,3 +76,23 @@ def text_of(error: BaseException) -> str:
 def traceback_of(error: BaseException) -> str:
     """The traceback of an exception with its causes, printable and shortened."""
     return shortened(printable("".join(traceback.format_exception(error))), LONGEST_TRACEBACK)
+
+
+def _in_log(value: object) -> object:
+    text = text_of(value) if isinstance(value, BaseException) else value
+    return shortened(printable(text)) if isinstance(text, str) else value
+
+
+class Printable(logging.Filter):
+    """Makes texts, exceptions and tracebacks in the records of a log printable, and shortens them."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if isinstance(record.args, tuple):
+            record.args = tuple(map(_in_log, record.args))
+        if record.exc_info and record.exc_info[1] is not None:
+            record.exc_text = traceback_of(record.exc_info[1])
+        return True
+
+
+log = logging.getLogger("dure")
+log.addFilter(Printable())

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from dure.core.offers import loaded, offer, offers, origin
+from dure.core.packages import loaded, offer, offers, origin
 from dure.core.spec_text import names, nearest, parse_member
 from dure.errors import UsageError
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 
-from dure.core.ranges import equal_ranges
+from dure.core.vectors import equal_ranges
 from dure.errors import UsageError
 from dure.job.job import refusal, trial_rows
 from dure.partition.blocks import (

@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from dure.core.ranges import equal_ranges
+from dure.core.vectors import equal_ranges
 from dure.job.data.dataset import called
 from dure.partition.blocks import first_samples
 from dure.partition.borders import measure

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dure.core.node import Ghost, Operation
-from dure.core.ranges import equal_ranges
+from dure.core.vectors import equal_ranges
 from dure.job.data.dataset import mapped, moved
 
 if TYPE_CHECKING:

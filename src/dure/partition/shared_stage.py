@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from dure.core.node import Ghost, StepPortion, StepTime, nothing
-from dure.core.ranges import equal_ranges
+from dure.core.vectors import equal_ranges
 from dure.partition.messages import WAYS, free_tag
 from dure.partition.stage_state import StageCounts
 from dure.partition.tensor.ways import CollectiveCall

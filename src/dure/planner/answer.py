@@ -1,21 +1,32 @@
-"""The answer of a plan: a ranking of strategies with reasons, as an object and as plain values."""
+"""The answer of a plan: a ranking of strategies with reasons and prices, as an object and as plain values."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dure import __version__
 from dure.core.target import Target
-from dure.planner.candidates import PLAIN
+from dure.planner.candidates import PLAIN, Scene
 from dure.planner.commands import Command
 from dure.planner.learning import LearningCurve
-from dure.planner.price import cost_per_hour
 from dure.planner.ranking import Ranked
-from dure.planner.scene import Scene
 from dure.planner.search import Found
 from dure.planner.sweeps import Sweep
+
+if TYPE_CHECKING:
+    from dure.runtime.virtual.cluster import Cluster
+
+
+def cost_per_hour(cluster: Cluster, server_machines: int) -> float | None:
+    """The price of an hour of all machines of workers and so many of servers; None if the file has no prices."""
+    prices = [kind.price for kind in cluster.machines]
+    if not all(price is not None for price in prices):
+        return None
+    total = sum(kind.count * price for kind, price in zip(cluster.machines, prices, strict=True) if price is not None)
+    return total + server_machines * (cluster.servers.price or 0.0)
+
 
 SPANS = ("compute", "communicate", "wait")
 STEPS_SHOWN = 4

@@ -11,14 +11,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from dure.core.log import log
+from dure.core.text import log
 from dure.errors import UsageError
 from dure.planner.candidates import PLAIN
-from dure.planner.deadline import Deadline
-from dure.planner.fitting import smallest_change
+from dure.planner.explain import smallest_change
 from dure.planner.options import PlanOptions
 from dure.planner.plan import Say, scene_of
-from dure.planner.search import Found, search
+from dure.planner.search import Deadline, Found, search
 from dure.planner.timing import config_of
 from dure.run import train as runs
 from dure.run.config import TrainConfig

@@ -1,4 +1,4 @@
-"""Candidates of a plan: strategies that are sensible for a number of workers, from the catalogues of all axes.
+"""Scenes and candidates of a plan: a job on a cluster, and the strategies that are sensible for it.
 
     step 1    one choice differs from plain data parallelism: a method, a topology, a codec or a partition
     step 2    other methods on servers, laid out as is best for synchronous or asynchronous SGD (`on_servers`)
@@ -12,15 +12,56 @@ The candidates come in the order of their simplicity. Every member of a catalogu
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from dure.errors import DureError
+from dure.job.initial_model import InitialModel
 from dure.run.strategy import Strategy
 from dure.sync.base import traits_of
 
 if TYPE_CHECKING:
-    from dure.planner.scene import Scene
+    from dure.job.job import Job
+    from dure.partition.profile import BlockTimes
+    from dure.runtime.virtual.cluster import Cluster
+
+
+@dataclass(frozen=True)
+class Scene:
+    """`batch` samples of `job` in each step of all workers of `cluster`.
+
+    `times` are the seconds of the model's blocks at a worker of speed 1, if they have been measured.
+    """
+
+    job: Job
+    cluster: Cluster
+    batch: int
+    times: BlockTimes | None = None
+
+    @property
+    def workers(self) -> int:
+        """The workers of the cluster."""
+        return self.cluster.workers
+
+    @cached_property
+    def model(self) -> InitialModel:
+        """The sizes of the job's model, for all timings of the scene."""
+        return InitialModel(self.job, 0, timing_only=True)
+
+    def on(self, cluster: Cluster) -> Scene:
+        """This scene on another cluster, with as many samples per worker."""
+        return self._with(cluster, self.batch * cluster.workers // self.workers)
+
+    def of(self, batch: int) -> Scene:
+        """This scene with another number of samples in a step."""
+        return self._with(self.cluster, batch)
+
+    def _with(self, cluster: Cluster, batch: int) -> Scene:
+        other = replace(self, cluster=cluster, batch=max(1, batch))
+        other.__dict__["model"] = self.model
+        return other
+
 
 PLAIN = "bsp"
 """Plain data parallelism, as PyTorch's DistributedDataParallel."""

@@ -1,23 +1,27 @@
-"""Commands that run a strategy of a plan for real."""
+"""Commands that run a strategy of a plan for real, and the script of plain data parallelism."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from dure.planner.ddp_script import ddp_script
+import torch
+
+from dure.job.optimizer import OptimizerSpec
 from dure.planner.timing import config_of
 from dure.run.config import TrainConfig
 from dure.run.emit import Launch, arguments_of, ranks_of
 from dure.run.emit_targets import line, start_words
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from dure.job.job import Job
+    from dure.planner.candidates import Scene
     from dure.planner.options import PlanOptions
     from dure.planner.ranking import Ranked
-    from dure.planner.scene import Scene
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,3 +67,93 @@ def script_of(command: Command, job: Job, *, named: bool) -> str | None:
         batch=config.batch_size or job.batch_size,
         line=shlex.join([*start, "ddp.py"]),
     )
+
+
+SCRIPT = """\
+# ddp.py: plain data parallelism in PyTorch. {workers} workers with {batch} samples each. Start it by
+# {line}
+import torch
+from torch.nn.parallel import DistributedDataParallel
+{load}
+torch.distributed.init_process_group()
+rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+job = {job}
+model = DistributedDataParallel(job.build(seed=0))
+optimizer = {optimizer}
+{schedule}batches = job.samplers([{batch}] * world_size, seed=0)[rank]
+for step in range(job.steps):
+    inputs, targets = job.train.batch(batches.next(), (0, 1 + rank, step))
+    loss = job.loss(model({inputs}), targets)
+    optimizer.zero_grad()
+    loss.backward()
+{clip}    optimizer.step()
+{scheduler_step}    if rank == 0 and (step + 1) % 50 == 0:
+        print(f"step {{step + 1}}: loss {{loss.item():.4f}}", flush=True)
+if rank == 0:
+    torch.save(model.module.state_dict(), "model.pt")
+torch.distributed.destroy_process_group()
+"""
+
+TORCH_OPTIMIZERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "sgd": ("SGD", ("momentum", "nesterov", "weight_decay")),
+    "momentum": ("SGD", ("momentum", "nesterov", "weight_decay")),
+    "adagrad": ("Adagrad", ("eps", "weight_decay")),
+    "adam": ("Adam", ("betas", "eps", "weight_decay")),
+    "adamw": ("AdamW", ("betas", "eps", "weight_decay")),
+}
+"""The class in `torch.optim` that equals an optimizer of dure, and the settings that it takes beside the rate."""
+
+
+def ddp_script(job: Job, text: str | None, data: Path | None, *, workers: int, batch: int, line: str) -> str | None:
+    """The script that trains `job`, started by `line`; None if no optimizer of PyTorch equals the job's.
+
+    `text` names the job as `load_job` takes it, and `data` the folder of its data sets. A job without a text is an
+    object of the caller's: the script then names `make_job`, a function of theirs.
+    """
+    optimizer = _optimizer(job)
+    if optimizer is None:
+        return None
+    root = "" if data is None else f", {str(data)!r}"
+    scheduled = job.schedule is not None
+    return SCRIPT.format(
+        workers=workers,
+        batch=batch,
+        line=line,
+        load="" if text is None else "\nfrom dure.job.job import load_job\n",
+        job="make_job()  # the dure.Job of this plan" if text is None else f"load_job({text!r}{root})",
+        optimizer=optimizer,
+        schedule="scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, job.schedule)\n" if scheduled else "",
+        scheduler_step="    scheduler.step()\n" if scheduled else "",
+        inputs=_inputs(job),
+        clip=_clip(job.optimizer),
+    )
+
+
+def _optimizer(job: Job) -> str | None:
+    spec = job.optimizer
+    if spec.name not in TORCH_OPTIMIZERS:
+        return None
+    kind, keys = TORCH_OPTIMIZERS[spec.name]
+    given = [f"lr={spec.lr}", *(f"{key}={getattr(spec, key)}" for key in keys if _differs(spec, key))]
+    parameters = "model.parameters()"
+    if job.groups is not None:
+        named = "model.module.named_parameters()"
+        parameters = f"[{{'params': [each], **(job.groups(name, each) or {{}})}} for name, each in {named}]"
+    return f"torch.optim.{kind}({parameters}, {', '.join(given)})"
+
+
+def _differs(spec: OptimizerSpec, key: str) -> bool:
+    """Whether a setting must be written: the defaults of PyTorch's AdamW and Adagrad are not those of dure."""
+    plain = OptimizerSpec()
+    unlike = (spec.name == "adamw" and key == "weight_decay") or (spec.name == "adagrad" and key == "eps")
+    return unlike or getattr(spec, key) != getattr(plain, key)
+
+
+def _inputs(job: Job) -> str:
+    inputs, _ = job.train.batch(torch.arange(1))
+    stars = "**" if isinstance(inputs, Mapping) else "*" if isinstance(inputs, tuple) else ""
+    return f"{stars}inputs"
+
+
+def _clip(spec: OptimizerSpec) -> str:
+    return "" if spec.clip is None else f"    torch.nn.utils.clip_grad_norm_(model.parameters(), {spec.clip})\n"

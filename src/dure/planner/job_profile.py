@@ -1,10 +1,13 @@
-"""The profile of a job on this machine: seconds of its steps and of its model's blocks, for several numbers of samples.
+"""The profile of a job on this machine: seconds of its steps and blocks, for the mini-batches of a plan.
 
     step of n samples             =  overhead + n * sample         data, gradient and optimizer, as a worker does them
     pass of n samples, each block =  call + n * sample             forward and backward apart
 
 Each line is fitted to the least seconds of several repeats: other work on the machine only adds time. The sum of the
 blocks' calls is the part of a step that a pipeline pays for each micro-batch.
+
+`dure probe JOB` writes the seconds of a step of the job's own mini-batch. A plan has other mini-batches, and pipelines
+micro-batches. The profile divides these seconds into overhead, calls and samples.
 """
 
 from __future__ import annotations
@@ -26,9 +29,13 @@ from dure.job.job import refusal
 from dure.partition.blocks import blocks_of, call_of, first_samples
 from dure.partition.profile import BlockTimes, PassTime
 from dure.planner.probe.measure import begin_steps
+from dure.runtime.virtual.compute import Trace
 
 if TYPE_CHECKING:
     from dure.job.job import Job
+    from dure.runtime.virtual.cluster import Cluster
+    from dure.runtime.virtual.compute import Compute
+
 
 SIZES = 4
 """Most numbers of samples that are measured: those of a mini-batch, and halves of it."""
@@ -171,3 +178,35 @@ def _line(points: Sequence[tuple[float, float]]) -> PassTime:
     if line.start < 0:
         return PassTime(0.0, math.fsum(seconds for _, seconds in points) / math.fsum(size for size, _ in points))
     return PassTime(line.start, line.slopes[0])
+
+
+SMALLEST = 1e-6
+"""Least share of a sample in a step: steps that samples do not make longer have no speed."""
+
+
+def is_measured(cluster: Cluster) -> bool:
+    """Whether the steps of the cluster's machines are seconds, not operations."""
+    return any(kind.compute.seconds is not None for kind in cluster.machines)
+
+
+def calibrated(cluster: Cluster, job: Job, profile: JobProfile) -> Cluster:
+    """`cluster` with the seconds of steps divided by `profile`, so that they hold for other mini-batches."""
+    kinds = tuple(
+        kind.changed(compute=_divided(kind.compute, job, profile)) if kind.compute.seconds is not None else kind
+        for kind in cluster.machines
+    )
+    return cluster.changed(machines=kinds, backward=profile.backward)
+
+
+def _divided(compute: Compute, job: Job, profile: JobProfile) -> Compute:
+    """`compute` by overhead and operations. Its seconds are those of the job's mini-batch."""
+    assert compute.seconds is not None
+    assert not isinstance(compute, Trace)  # which has no seconds
+    factor = compute.seconds / profile.seconds(job.batch_size)
+    sample = max(profile.sample, SMALLEST * profile.seconds(job.batch_size))
+    return compute.changed(
+        seconds=None,
+        overhead=profile.overhead * factor,
+        call=min(compute.call if compute.call is not None else profile.call * factor, profile.overhead * factor),
+        flops_per_second=job.flops_per_sample / (sample * factor),
+    )

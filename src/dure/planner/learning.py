@@ -24,7 +24,7 @@ from dure.run.virtual import VirtualRun
 from dure.sync.base import server_rule_of
 
 if TYPE_CHECKING:
-    from dure.planner.scene import Scene
+    from dure.planner.candidates import Scene
 
 EVALUATIONS, SAMPLES = 25, 2000
 """Evaluations of a run, and samples of each."""

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from dure.core.extras import import_extra
+from dure.core.packages import import_extra
 from dure.core.regular_file import check_output
 from dure.core.target import Target
 from dure.run.config import Count, Seconds, Workers, adapters, checked, goal

@@ -22,18 +22,14 @@ from dure.job.initial_model import is_on_meta, numel_of, shapes_of
 from dure.job.job import load_job
 from dure.job.validation import try_to_count, validate_job
 from dure.planner.answer import Ranking
-from dure.planner.calibration import calibrated, is_measured
-from dure.planner.candidates import CODECS, PLAIN
+from dure.planner.candidates import CODECS, PLAIN, Scene
 from dure.planner.commands import command_of, script_of
-from dure.planner.deadline import Deadline
-from dure.planner.explain import bottlenecks, crowded, why, would_change
-from dure.planner.fitting import smallest_change
-from dure.planner.job_profile import profile_job
+from dure.planner.explain import bottlenecks, crowded, smallest_change, why, would_change
+from dure.planner.job_profile import calibrated, is_measured, profile_job
 from dure.planner.learning import LearningCurve, learned, unreached
 from dure.planner.options import PlanOptions
 from dure.planner.ranking import Ranked, in_order
-from dure.planner.scene import Scene
-from dure.planner.search import Found, search
+from dure.planner.search import Deadline, Found, search
 from dure.planner.sweeps import sweeps
 from dure.planner.timing import timed
 from dure.run.strategy import by_axis

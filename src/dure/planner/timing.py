@@ -1,4 +1,11 @@
-"""Timing of a strategy in a scene, by a timing-only run in virtual time: the code of the method itself, no formula.
+"""Timing of a strategy in a scene, by a timing-only run in virtual time: the code of the method itself, without values.
+
+The speed of a worker is its number of steps between two of its steps, over the seconds between them: after the pipeline
+is full (`warm` steps), over whole periods of the method, and before the first worker has done its last step, since the
+others would no longer meet it.
+
+In virtual time all workers start at once, and workers of constant speed stay in step for hundreds of steps, in which
+all messages meet at the servers. In a run of minutes they do not.
 
 The speed is the sum of the workers' speeds in the steady state (`step_times.py`).
 """
@@ -6,15 +13,17 @@ The speed is the sum of the workers' speeds in the steady state (`step_times.py`
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from dure.codec.fp32 import Float32
 from dure.core.deployment import SERVER, WORKER
 from dure.partition.memory import MemoryUse
 from dure.partition.mesh import parts_of, pipeline_of
-from dure.planner.alike import simulated_workers
-from dure.planner.step_times import StepTimes
-from dure.planner.unaligned import unaligned
 from dure.run.callbacks import Callbacks
 from dure.run.config import TrainConfig
 from dure.run.outcome import Outcome, Totals
@@ -23,15 +32,126 @@ from dure.run.resolve import resolve
 from dure.run.strategy import Strategy
 from dure.run.virtual import VirtualRun
 from dure.run.workers import memory_use
-from dure.runtime.virtual.compute import Constant
+from dure.runtime.virtual.compute import Constant, LogNormal
 from dure.sync.base import Periodic, traits_of
 from dure.topology.collective.choice import Collective
 
 if TYPE_CHECKING:
     from dure.core.meter import Span
-    from dure.planner.scene import Scene
+    from dure.planner.candidates import Scene
     from dure.run.setup import Setup
     from dure.runtime.virtual.cluster import Cluster
+    from dure.sync.worker_state import WorkerState
+
+
+class StepTimes:
+    """Times of the steps of each worker. `sent` has the bytes of all workers at the steps of the first that steps."""
+
+    def __init__(self, warm: int, period: int) -> None:
+        self._warm = warm
+        self._period = period
+        self._times: dict[int, list[float]] = {}
+        self._sent: list[int] = []
+
+    def __call__(self, worker: WorkerState, now: float, sent: Callable[[], int]) -> None:
+        """Note that a worker has finished a step."""
+        self._times.setdefault(worker.number, []).append(now)
+        if worker.number == next(iter(self._times)):
+            self._sent.append(sent())
+
+    @property
+    def count(self) -> int:
+        """The steps of all workers."""
+        return sum(map(len, self._times.values()))
+
+    @property
+    def sendings(self) -> int:
+        """The steps that count, of the first worker, in which a worker has sent something."""
+        first, count = self._window(next(iter(self._until_the_end().values())))
+        sent = self._sent[first : first + count + 1]
+        return sum(after > before for before, after in pairwise(sent))
+
+    def steps_per_second(self) -> dict[int, float]:
+        """The speed of each worker."""
+        return {worker: _speed(times, *self._window(times)) for worker, times in self._until_the_end().items()}
+
+    def bytes_per_second(self) -> float:
+        """The bytes that all workers send in a second."""
+        times = next(iter(self._until_the_end().values()))
+        first, count = self._window(times)
+        if count < 1:
+            return self._sent[-1] / self._times[next(iter(self._times))][-1]
+        return (self._sent[first + count] - self._sent[first]) / (times[first + count] - times[first])
+
+    def _until_the_end(self) -> dict[int, Sequence[float]]:
+        end = min(times[-1] for times in self._times.values())
+        return {worker: [each for each in times if each <= end] for worker, times in self._times.items()}
+
+    def _window(self, times: Sequence[float]) -> tuple[int, int]:
+        """The first step that counts, and how many after it: whole periods; all of a slow worker with few steps."""
+        first = min(self._warm, max(0, len(times) - 1 - self._period))
+        return first, (len(times) - 1 - first) // self._period * self._period or len(times) - 1 - first
+
+
+def _speed(times: Sequence[float], first: int, count: int) -> float:
+    if count < 1:
+        return 1 / times[-1] if times else 0.0
+    return count / (times[first + count] - times[first])
+
+
+def simulated_workers(setup: Setup, cluster: Cluster) -> int:
+    """The workers of one replica where all replicas are alike; otherwise all.
+
+    Replicas are alike if they have equal batches and equal machines of constant speed, meet in each step in collectives
+    alone, and share no card and no cores of a machine with another replica.
+    """
+    alike = _in_step(setup) and _equal(cluster) and setup.parts % cluster.machines[0].workers == 0
+    return setup.parts if alike and len(set(setup.batch_sizes)) == 1 else setup.workers
+
+
+def _in_step(setup: Setup) -> bool:
+    """Whether replicas meet in the engine's collectives alone: encoded gradients and other algorithms are messages."""
+    strategy, topology = setup.strategy, setup.strategy.topology
+    engine = isinstance(topology, Collective) and topology.algorithm == "engine"
+    return engine and isinstance(strategy.codec, Float32) and traits_of(strategy.sync).lockstep
+
+
+def _equal(cluster: Cluster) -> bool:
+    one, *others = cluster.machines
+    constant = isinstance(one.compute, Constant) and isinstance(one.speed, float)
+    return constant and not (others or cluster.events or cluster.host or cluster.unfairness)
+
+
+SPREAD = 0.02
+"""Standard deviation of the logarithm of a step's duration: small, so that workers drift apart as on real machines."""
+
+
+class Unaligned(LogNormal):
+    """Durations whose first step is longer by a random part of `lead` steps."""
+
+    lead: float = 0.0
+
+    def blocks(self, rng: np.random.Generator) -> Iterator[Sequence[float]]:
+        blocks = super().blocks(rng)
+        first, *others = next(blocks)
+        yield [first + self.lead * rng.random(), *others]
+        yield from blocks
+
+
+def unaligned(cluster: Cluster, lead: int) -> Cluster:
+    """`cluster` whose workers of constant speed begin at random times of the first `lead` steps."""
+    kinds = [
+        kind.changed(compute=Unaligned(sigma=SPREAD, lead=lead, **_mean(kind.compute)))
+        if isinstance(kind.compute, Constant)
+        else kind
+        for kind in cluster.machines
+    ]
+    return cluster.changed(machines=tuple(kinds))
+
+
+def _mean(compute: Constant) -> dict[str, float | None]:
+    return {name: getattr(compute, name) for name in ("seconds", "flops_per_second", "overhead", "call")}
+
 
 TOGETHER, APART, RANDOM = 1, 16, 60
 """Measured steps of each worker at least, and one period of the method: of workers in lockstep, whose periods are equal

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from dure.core.extras import import_extra
+from dure.core.packages import import_extra
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -14,7 +14,7 @@ from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dure.core.extras import import_extra
+from dure.core.packages import import_extra
 from dure.core.target import Target
 from dure.core.text import printable
 from dure.errors import UsageError

@@ -29,7 +29,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dure.core.extras import import_extra
+from dure.core.packages import import_extra
 from dure.core.target import Target
 from dure.report import figures, plan_sweeps
 from dure.report.comparison import NOTHING, bytes_text, compact_text, digits_text, rate_text, seconds_text

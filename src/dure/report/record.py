@@ -17,8 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from dure.core.folder_names import CHECKPOINTS
-from dure.core.regular_file import read_regular
+from dure.core.regular_file import CHECKPOINTS, read_regular
 from dure.errors import RecordError, UsageError
 from dure.report.files import from_json, replacing, to_json
 from dure.report.schema import check_row

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from dure.core.extras import import_extra
+from dure.core.packages import import_extra
 from dure.report.files import AppendedFile, to_json
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from dure.core.log import log
+from dure.core.text import log
 
 
 class Unwritten:

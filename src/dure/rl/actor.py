@@ -9,6 +9,12 @@ Horgan et al., "Distributed Prioritized Experience Replay", ICLR 2018, algorithm
         local buffer <- transitions whose n steps are complete
         every `send` transitions:   priorities <- |TD errors| at theta;   insert both, once the last ones are admitted
         every `pull_every` steps:   theta <- pull
+
+Exploration of many actors: each has a rate of its own, which does not change during a run.
+
+Horgan et al., "Distributed Prioritized Experience Replay", ICLR 2018.
+
+    epsilon_i = epsilon ^ (1 + alpha i / (N - 1))         i = 0 .. N - 1
 """
 
 from __future__ import annotations
@@ -23,12 +29,11 @@ import torch
 
 from dure.core.node import Address, Node, Operation, TimedWork
 from dure.core.state import State
-from dure.errors import PeerLost
+from dure.errors import PeerLost, UsageError
 from dure.job.gradient_engine import Isolated, seed_of
-from dure.rl.frame_window import FrameWindow
+from dure.rl.frames import FrameWindow
 from dure.rl.messages import FOREVER, VERSION, InsertionTensors, inserted_columns
-from dure.rl.n_step import NStep
-from dure.rl.transitions import STACKED
+from dure.rl.transitions import STACKED, NStep
 
 if TYPE_CHECKING:
     from dure.job.companions import Figures
@@ -37,6 +42,7 @@ if TYPE_CHECKING:
     from dure.rl.environments import Environments, VectorStep
     from dure.rl.settings import RlSettings
     from dure.rl.transitions import Layout, Transitions
+
 
 AGAIN_SECONDS = 0.1
 """Seconds until an actor asks a worker again that is not there."""
@@ -243,3 +249,21 @@ class Actor:
         self.steps, self.sent, self.episodes = (int(state.plain[name]) for name in ("steps", "sent", "episodes"))
         self.stored = int(state.plain["stored"])
         self.returns.extend(state.plain["returns"])
+
+
+def ladder(actors: int, index: int, epsilon: float = 0.4, alpha: float = 7.0) -> float:
+    """The rate of random actions of actor `index` among `actors`. A single actor has `epsilon` itself.
+
+    >>> [round(ladder(8, index), 6) for index in range(8)]
+    [0.4, 0.16, 0.064, 0.0256, 0.01024, 0.004096, 0.001638, 0.000655]
+
+    Raises:
+        UsageError: `index` is no actor's, or a value is out of its range.
+    """
+    if not 0 <= index < actors:
+        raise UsageError(f"actors are numbered from 0 to {actors - 1}, got {index}.")
+    if not 0 <= epsilon <= 1:
+        raise UsageError(f"epsilon is a probability between 0 and 1, got {epsilon}.")
+    if not alpha >= 0:
+        raise UsageError(f"alpha must be a number >= 0, got {alpha}. 0 gives every actor the same epsilon.")
+    return float(epsilon ** (1 + alpha * index / max(actors - 1, 1)))

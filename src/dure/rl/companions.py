@@ -4,6 +4,8 @@ Ape-X                                      Gorila, bundled
 actor 0..A-1 --transitions--> replay       actor i --> replay i --> worker i --gradients--> servers
      ^                          | samples      ^                        |  ^                   |
      '------- parameters --- worker 0          '------ parameters ------'  '----- parameters --'
+
+Grades a model by the returns of whole episodes, without noise on its actions.
 """
 
 from __future__ import annotations
@@ -15,31 +17,32 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from dure.core.deployment import ACTOR, REPLAY, WORKER, NodeId, NodeSpec, WhenLost
 from dure.core.node import Address, Node
 from dure.errors import UsageError
+from dure.job.gradient_engine import Isolated
+from dure.job.metrics import Metrics
 from dure.job.replica import Replica
-from dure.rl.actor import Actor
+from dure.rl.actor import Actor, ladder
 from dure.rl.environments import Environments, frames_per_step
-from dure.rl.exploration import ladder
-from dure.rl.grader import EpisodeGrader
 from dure.rl.messages import with_version
-from dure.rl.model_service import ModelService
-from dure.rl.outliers import OutlierFilter
-from dure.rl.rate_limiter import RateLimiter
 from dure.rl.replay import Replay
-from dure.rl.replay_service import ReplayService
+from dure.rl.services import ModelService, RateLimiter, ReplayService
 from dure.rl.settings import MOST
-from dure.rl.source import ReplaySource
+from dure.rl.source import OutlierFilter, ReplaySource
 
 if TYPE_CHECKING:
+    import gymnasium
+
     from dure.core.meter import Meter
     from dure.job.companions import Build, Companion, Figures, RunShape
     from dure.rl.algorithm import RlAlgorithm
     from dure.rl.environments import Factory
     from dure.rl.settings import RlSettings
     from dure.rl.transitions import Layout
+
 
 ENVIRONMENT_STREAM, NOISE_STREAM, REPLAY_STREAM, GRADER_STREAM, LAYER_STREAM = range(11, 16)
 """Separate the random numbers of a run's parts from each other."""
@@ -283,3 +286,56 @@ def _sum(found: Sequence[Figures], name: str) -> float:
 def _drawn(*stream: int) -> int:
     """A seed drawn from a stream of its own."""
     return int(np.random.SeedSequence(stream).generate_state(1)[0])
+
+
+STREAMS = 10
+"""Environments that are stepped together, at most."""
+
+MOST_FRAMES = 108_000
+"""Frames of an episode, at most: half an hour of an Atari game. A policy without noise may go in circles for ever."""
+
+
+class EpisodeGrader:
+    """Plays at least `episodes` episodes, the same number in each of several environments.
+
+    `epsilon` is the share of random actions. The environments have the same seeds for each grade.
+    """
+
+    def __init__(
+        self, algorithm: RlAlgorithm, factory: Factory, build: Build, episodes: int, *, epsilon: float, seed: int
+    ) -> None:
+        self.algorithm, self.factory = algorithm, partial(_limited, factory)
+        self.replica = Replica(build(seed))
+        self.replica.module.eval()
+        self.streams = min(episodes, STREAMS)
+        self.each = math.ceil(episodes / self.streams)
+        self.epsilon, self.seed = epsilon, seed
+
+    def grade(self, values: torch.Tensor, buffers: torch.Tensor | None = None) -> Metrics:
+        self.replica.load(values.to(self.replica.device))
+        if buffers is not None:
+            self.replica.load_buffers(buffers)
+        with Isolated(False, self.seed, self.replica.device):  # a network may draw in evaluation mode, too
+            found = self._returns()
+        return Metrics(None, None, {"mean_return": float(np.mean(found)), "return_std": float(np.std(found))})
+
+    def _returns(self) -> Sequence[float]:
+        """The returns of the first episodes of each environment."""
+        environments = Environments(self.factory, self.streams, self.seed)
+        rng = np.random.default_rng(self.seed)
+        noise = np.full(self.streams, self.epsilon)
+        returns: list[list[float]] = [[] for _ in range(self.streams)]
+        while min(map(len, returns)) < self.each:
+            actions = self.algorithm.act(self.replica.module, environments.observations, noise, rng)
+            for episode in environments.step(actions).ended:
+                returns[episode.stream].append(episode.episode_return)
+        environments.close()
+        return [one for stream in returns for one in stream[: self.each]]
+
+
+def _limited(factory: Factory) -> gymnasium.Env[Any, Any]:
+    """An environment whose episodes end."""
+    from gymnasium.wrappers import TimeLimit
+
+    made = factory()
+    return TimeLimit(made, MOST_FRAMES // frames_per_step(made))

@@ -22,10 +22,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dure.rl.n_step import check_returns
 from dure.rl.networks import PolicyAndCritic, check_hidden, policy_and_critic
 from dure.rl.spaces import bounded, layout
-from dure.rl.transitions import Column, Layout
+from dure.rl.transitions import Column, Layout, check_returns
 
 if TYPE_CHECKING:
     from gymnasium import Space

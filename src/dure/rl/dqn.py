@@ -26,10 +26,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dure.errors import UsageError
-from dure.rl.n_step import check_returns
 from dure.rl.networks import QNetwork, check_hidden, q_network
 from dure.rl.spaces import choices, layout
-from dure.rl.transitions import Column, Layout
+from dure.rl.transitions import Column, Layout, check_returns
 
 if TYPE_CHECKING:
     from gymnasium import Space

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from dure.core import user_code
-from dure.core.extras import import_extra
+from dure.core.packages import import_extra
 from dure.errors import UsageError
 from dure.rl.spaces import arrays
 

@@ -12,10 +12,15 @@ for t = 0, 1, 2, ...                                at a worker
 theta stands for the parameters and for the buffers that training changes, such as the running statistics of batch norm.
 Schaul et al. (2016) take the errors of the loss as priorities. The errors of a network whose outputs depend on its mode
 are those in evaluation mode, as in an actor: dropout would be noise of priorities.
+
+Gorila's rule for outliers: the gradient of a loss far above the mean loss is dropped.
+
+Nair et al., "Massively Parallel Methods for Deep Reinforcement Learning", 2015, section 5.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -35,10 +40,10 @@ if TYPE_CHECKING:
     from dure.core.meter import Meter
     from dure.job.gradient import Requester
     from dure.rl.algorithm import RlAlgorithm
-    from dure.rl.model_service import ModelService
-    from dure.rl.outliers import OutlierFilter
+    from dure.rl.services import ModelService
     from dure.rl.settings import RlSettings
     from dure.rl.transitions import Layout
+
 
 PASSES = 5 / 3
 """Operations of a gradient, in those of forward and backward: the targets need two more forward passes."""
@@ -241,3 +246,50 @@ def _updates(requester: Requester) -> int:
     """The updates that the model has had: the worker's steps; over servers, those of all workers."""
     versions = requester.versions
     return requester.clock if versions is None else min(versions)
+
+
+WARM_UP = 100
+"""Losses before the first that may be dropped."""
+
+DECAY = 0.99
+"""Weight of the past in the running mean and variance."""
+
+IN_A_ROW = 10
+"""Drops in a row after which a loss counts: larger losses have become the rule."""
+
+
+class OutlierFilter:
+    """Admits a loss up to `k` standard deviations above the running mean of those that were admitted.
+
+    During the first `warm_up` losses mean and variance are those of all so far (population); afterwards they decay
+    exponentially, or stay those of all if `decay` is 1.
+    """
+
+    def __init__(self, k: float, *, warm_up: int = WARM_UP, decay: float = DECAY) -> None:
+        self.k, self.warm_up, self.decay = k, warm_up, decay
+        self.count = 0
+        self.mean = 0.0
+        self.variance = 0.0
+        self.dropped = 0
+        self._in_a_row = 0
+
+    def admits(self, loss: float) -> bool:
+        """Whether the gradient of `loss` counts; the loss then enters the mean."""
+        limit = self.mean + self.k * math.sqrt(self.variance)
+        if self.count >= self.warm_up and loss > limit and self._in_a_row < IN_A_ROW:
+            self._in_a_row += 1
+            self.dropped += 1
+            return False
+        self._in_a_row = 0
+        self.count += 1
+        weight = 1 / self.count if self.count <= self.warm_up or self.decay == 1 else 1 - self.decay
+        difference = loss - self.mean
+        self.mean += weight * difference
+        self.variance = (1 - weight) * (self.variance + weight * difference**2)
+        return True
+
+    def state(self) -> dict[str, Any]:
+        return {"seen": [self.count, self.mean, self.variance, self.dropped, self._in_a_row]}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.count, self.mean, self.variance, self.dropped, self._in_a_row = state["seen"]

@@ -18,13 +18,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from dure.codec.cost import cost_of
+from dure.codec.cost import cost_of, slices_of, timed
 from dure.codec.exchange import combining, tallying
-from dure.codec.timing import slices_of, timed
 from dure.core.cost import CodecCost, codec_cost
 from dure.core.deployment import NodeId
 from dure.core.node import CodecWork
-from dure.core.ranges import size
+from dure.core.vectors import size
 from dure.run.devices import in_summary
 from dure.run.strategy import codec_name
 

@@ -28,8 +28,7 @@ import xxhash
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from dure.core.folder_names import LATEST
-from dure.core.regular_file import check_regular, read_regular
+from dure.core.regular_file import LATEST, check_regular, read_regular
 from dure.core.state import State
 from dure.errors import CheckpointError, DureError
 

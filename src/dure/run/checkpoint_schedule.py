@@ -22,9 +22,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dure.core.log import log
 from dure.core.node import Call, Reply
 from dure.core.state import State
+from dure.core.text import log
 from dure.errors import CheckpointError, DureError, Refused, RemoteError
 from dure.run import checkpoint
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dure.core.extras import extra_is_there, import_extra
-from dure.core.log import log
+from dure.core.packages import extra_is_there, import_extra
+from dure.core.text import log
 from dure.errors import DivergedError, UsageError
 from dure.report.unwritten import Unwritten
 from dure.run.config import FEW, CompareConfig, goal

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from dure.core.folder_names import CHECKPOINTS, LATEST
+from dure.core.regular_file import CHECKPOINTS, LATEST
 
 if TYPE_CHECKING:
     from dure.run.emit import Launch, Target

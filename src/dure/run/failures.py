@@ -38,8 +38,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dure import errors
 from dure.core.deployment import REPLAY, SERVER, WORKER, Deployment, NodeId, WhenLost
-from dure.core.folder_names import LATEST
-from dure.core.log import log
+from dure.core.regular_file import LATEST
+from dure.core.text import log
 from dure.errors import DureError, RemoteError
 from dure.runtime.heartbeat import PERIOD_SECONDS, BeatPipe, Silence, cpu_seconds, is_stopped
 from dure.runtime.launch.fork_server import LOADER as FORK_SERVER

@@ -17,7 +17,7 @@ from dure.topology.parameter_server.shard import clocked_at
 
 if TYPE_CHECKING:
     from dure.core.node import Node
-    from dure.core.ranges import Ranges
+    from dure.core.vectors import Ranges
     from dure.job.optimizer import OptimizerSpec
     from dure.topology.correction import Correction
     from dure.topology.parameter_server.admission import Policy

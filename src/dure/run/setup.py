@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from dure.codec.cost import SizeOnly, bytes_per_value, random_slices, slices_of
 from dure.codec.fp32 import Float32
-from dure.codec.size_only import SizeOnly, bytes_per_value
-from dure.codec.timing import random_slices, slices_of
 from dure.core.deployment import SERVER, WORKER, Deployment, NodeSpec, WhenLost
 from dure.errors import UsageError
 from dure.job.companions import RunShape

@@ -19,7 +19,7 @@ import torch
 
 from dure.core.deployment import SERVER, WORKER, Deployment, NodeId, NodeSpec, WhenLost
 from dure.core.node_view import Names, NodeView
-from dure.core.ranges import equal_ranges
+from dure.core.vectors import equal_ranges
 from dure.job.gradient import JobSource
 from dure.job.initial_model import InitialModel
 from dure.partition.layout import StageLayout

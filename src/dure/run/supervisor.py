@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dure.core.deployment import WhenLost
-from dure.core.log import log
 from dure.core.node import Call, Reply
+from dure.core.text import log
 from dure.errors import DureError, Refused
 from dure.run.failures import FORK_SERVER, LIMIT
 from dure.run.setup import companions_of

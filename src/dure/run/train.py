@@ -9,9 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dure.core.extras import import_extra
-from dure.core.folder_names import CHECKPOINTS
-from dure.core.log import log
+from dure.core.packages import import_extra
+from dure.core.regular_file import CHECKPOINTS
+from dure.core.text import log
 from dure.core.user_code import explain_user_errors
 from dure.errors import CheckpointError, DivergedError, UsageError
 from dure.job.job import Job

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
-from dure.core.finite import all_finite
-from dure.core.log import log
 from dure.core.node import EndOfWork, Ghost, Suspend, nothing
+from dure.core.text import log
+from dure.core.vectors import all_finite
 from dure.errors import DivergedError, Quarantined, UsageError
 from dure.job.gradient import DataSource, GradientSource, LocalOptimizer
 from dure.topology.replica import Pulled, Stats

@@ -12,7 +12,7 @@ import torch
 
 from dure.codec.coder import SliceLayout
 from dure.core.deployment import SERVER, WORKER, Deployment, NodeId, NodeSpec, WhenLost
-from dure.core.ranges import pieces
+from dure.core.vectors import pieces
 from dure.job.optimizer import restrict
 from dure.job.overlap import cut
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from dure.codec.base import Codec
     from dure.core.meter import Meter
     from dure.core.node import Group, Node, Service
-    from dure.core.ranges import Ranges
+    from dure.core.vectors import Ranges
     from dure.job.gradient_engine import GradientEngine
     from dure.job.initial_model import InitialModel
     from dure.job.job import Job

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from dure.core.log import log
 from dure.core.node import EndOfWork
+from dure.core.text import log
 from dure.errors import DureError, PeerLost, ReplicaError, UsageError
 from dure.run.strategy import member_text
 from dure.sync.worker import Worker

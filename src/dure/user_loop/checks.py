@@ -23,8 +23,8 @@ from torch.nn import DataParallel
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from dure.core.finite import all_finite
-from dure.core.log import log
+from dure.core.text import log
+from dure.core.vectors import all_finite
 from dure.errors import Quarantined, UsageError
 from dure.job.replica import as_bytes
 from dure.sync.worker_state import MOST_REFUSED

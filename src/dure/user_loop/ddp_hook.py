@@ -41,8 +41,8 @@ from dure.codec.blocks import all_finite
 from dure.codec.coder import Coder, SliceLayout
 from dure.codec.exchange import Owner, add_up, memory, remember
 from dure.codec.fp32 import Float32
-from dure.core.log import log
-from dure.core.ranges import equal_ranges
+from dure.core.text import log
+from dure.core.vectors import equal_ranges
 from dure.errors import CheckpointError, DivergedError, UsageError
 from dure.run.strategy import check_joins, make, member_text
 from dure.user_loop.checks import raised

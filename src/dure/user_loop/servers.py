@@ -21,7 +21,7 @@ import torch
 
 from dure.core.node import Address, Call, Operation, Reply, TensorSpec
 from dure.core.protocol import PLACE, WORKERS, RemoteService, carrying, mapping, remote
-from dure.core.ranges import pieces
+from dure.core.vectors import pieces
 from dure.errors import CallTimeout, Refused, UsageError
 from dure.job.optimizer import GroupRange, OptimizerSpec, restrict
 from dure.job.rates import Rates

@@ -25,9 +25,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data import Sampler as TorchSampler
 
-from dure.core.finite import all_finite
 from dure.core.node import EndOfWork, Operation
-from dure.core.ranges import equal_ranges
+from dure.core.vectors import all_finite, equal_ranges
 from dure.errors import UsageError
 from dure.job.data.split import Dirichlet, Sampler, parse_split
 from dure.job.gradient import Gradient

@@ -56,7 +56,7 @@ def with_distance(study: Study, job: Job, setting: Setting, rounds: int, seed: i
 
 def _distance(place: Path) -> float:
     """Mean distance of the workers' models from the server's in the last checkpoint, divided by the latter's norm."""
-    from dure.core.folder_names import CHECKPOINTS
+    from dure.core.regular_file import CHECKPOINTS
     from dure.run import checkpoint
 
     parts = checkpoint.load(place / CHECKPOINTS).parts

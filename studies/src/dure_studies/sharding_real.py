@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dure.planner.probe.synthetic_job import job_file
+from dure.planner.probe.short_runs import job_file
 from dure_studies import namespaces
 from dure_studies.sharding_virtual import SYNCS
 

@@ -25,7 +25,7 @@ from dure.codec.coder import SliceLayout
 from dure.codec.cost import cost_of
 from dure.codec.exchange import combining
 from dure.core.node import CodecWork, Ghost
-from dure.core.ranges import equal_ranges, size
+from dure.core.vectors import equal_ranges, size
 from dure.run.setup import Setup
 from dure.run.strategy import codec_name
 from dure.runtime.virtual.network import path_of, paths_of

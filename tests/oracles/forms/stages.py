@@ -15,7 +15,7 @@ import torch
 from oracles.forms.messages import Flow, Transfers
 from oracles.forms.steps import StageSeconds
 
-from dure.core.ranges import equal_ranges, size
+from dure.core.vectors import equal_ranges, size
 from dure.run.stages import Stages
 
 

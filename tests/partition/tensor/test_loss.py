@@ -8,7 +8,7 @@ from support.ways import on_ways
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from dure.core.ranges import equal_ranges
+from dure.core.vectors import equal_ranges
 from dure.partition.tensor.layers import split_cross_entropy
 from dure.partition.tensor.ways import Ways
 

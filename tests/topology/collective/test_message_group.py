@@ -16,7 +16,7 @@ from support.runs import resolved
 from support.wording import raising
 
 from dure.core.node import Ghost, Operation
-from dure.core.ranges import equal_ranges
+from dure.core.vectors import equal_ranges
 from dure.errors import PeerLost, StrategyError
 from dure.run.strategy import Strategy, make
 from dure.runtime.virtual.cluster import Cluster, Link, Machines

@@ -19,7 +19,7 @@ from support.raw_caller import CREDENTIALS
 from topology.collective.test_message_group import ALGORITHMS, KINDS, call_of, same, values
 
 from dure.core.node import Operation
-from dure.core.ranges import equal_ranges
+from dure.core.vectors import equal_ranges
 from dure.errors import PeerLost
 from dure.runtime.process.node import ProcessNode
 from dure.runtime.wire import Identity

@@ -19,7 +19,7 @@ import dure
 from dure.core.collective_cost import Path as Link
 from dure.core.collective_cost import ring_all_reduce
 from dure.core.node import Address
-from dure.core.ranges import size
+from dure.core.vectors import size
 from dure.errors import Refused, StrategyError, UsageError
 from dure.job.gradient import GradientWork
 from dure.job.gradient_engine import GradientEngine

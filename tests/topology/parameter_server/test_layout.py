@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support.imbalance import imbalance
 from support.wording import raising
 
-from dure.core.ranges import equal_ranges, gather, pieces, size
+from dure.core.vectors import equal_ranges, gather, pieces, size
 from dure.errors import StrategyError
 from dure.topology.parameter_server.choice import SPLITS, ParameterServer, Split
 from dure.topology.parameter_server.layout import LAST_KEY, held_by, shard_of_key, split

@@ -18,9 +18,9 @@ from support.stale import Bench
 from support.wording import raising
 
 from dure.core.node import Address, Call, Ghost, Operation, Reply, Work
-from dure.core.ranges import gather
 from dure.core.sequence import SequenceTracker
 from dure.core.state import State
+from dure.core.vectors import gather
 from dure.errors import CallTimeout, Evicted, Refused
 from dure.job.optimizer import FlatOptimizer, GroupRange, OptimizerSpec, restrict
 from dure.topology.parameter_server.admission import Policy

@@ -8,7 +8,7 @@ from support.nodes import World
 from support.wording import raising
 
 from dure.core.node import Address
-from dure.core.ranges import pieces
+from dure.core.vectors import pieces
 from dure.errors import Evicted, Refused
 from dure.job.optimizer import OptimizerSpec
 from dure.topology.parameter_server.client import ServerClient

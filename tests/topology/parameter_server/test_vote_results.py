@@ -19,7 +19,7 @@ from dure.codec.coder import SliceLayout
 from dure.codec.it_sign import ITSign
 from dure.codec.sign import Sign
 from dure.core.node import Address, Reply
-from dure.core.ranges import gather
+from dure.core.vectors import gather
 from dure.errors import Superseded
 from dure.job.data.dataset import Data
 from dure.job.job import Job

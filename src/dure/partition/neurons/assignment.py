@@ -43,8 +43,8 @@ import networkx as nx
 import torch
 from torch import Tensor
 
-from dure.core.ranges import equal_ranges
 from dure.core.regular_file import read_regular
+from dure.core.vectors import equal_ranges
 from dure.errors import UsageError
 from dure.partition.cut import balanced
 from dure.partition.neurons.layers import UnitLayer, units_at

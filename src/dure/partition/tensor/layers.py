@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn.functional import embedding, linear
 
-from dure.core.ranges import equal_ranges
+from dure.core.vectors import equal_ranges
 from dure.errors import UsageError
 from dure.partition.tensor.plan import ParameterShard, even_shards
 from dure.partition.tensor.ways import Ways, copied, gathered, sliced, summed

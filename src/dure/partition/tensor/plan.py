@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from dure.core.ranges import equal_ranges
+from dure.core.vectors import equal_ranges
 from dure.errors import UsageError
 from dure.job.replica import draws
 

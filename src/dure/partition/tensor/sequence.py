@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from dure.core.ranges import equal_ranges
+from dure.core.vectors import equal_ranges
 from dure.errors import UsageError
 from dure.job.models.char_gpt import Block, Embedding, Head
 from dure.partition.tensor.layers import Column, Row, unchanged

@@ -25,7 +25,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from dure.core.ranges import Ranges, equal_ranges
+from dure.core.vectors import Ranges, equal_ranges
 from dure.errors import UsageError
 from dure.partition.tensor.plan import ParameterShard
 from dure.partition.tensor.plans import layers_of

@@ -1,21 +1,75 @@
-"""The figures of `dure probe` as a `Cluster`: machines of a kind, their links, steps and memory."""
+"""The figures of `dure probe` as a `Cluster`: machines of a kind, their links, steps, memory and stragglers."""
 
 from __future__ import annotations
 
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any
 
+import numpy as np
+
 from dure.core.cost import Fit, _rounded, codec_cost, fit
-from dure.planner.probe.fits import hand_over, unfairness_of, wire_of
 from dure.planner.probe.measure import Figures
 from dure.planner.probe.short_runs import Steps, slow_among
 from dure.planner.probe.short_runs import described as described_steps
 from dure.runtime.virtual.cluster import Cluster, InsideLink, Link, Machines, RoundCost, ServerMachines, SharedHost
 from dure.runtime.virtual.compute import Compute, Constant, LogNormal
+
+MOST_SHARE = 0.95
+"""Largest share of a link that is attributed to the faster of two messages."""
+
+
+def wire_of(figures: Figures) -> Fit:
+    """Fit the seconds that a byte takes outside the link (beta) and on it (1 / bandwidth).
+
+    `count` messages of `size` bytes at once occupy the link one after another; the last of them is then handled. They
+    take start + size * beta + count * size / bandwidth. If noise hides the cost of bytes, the whole time of the largest
+    message is attributed to the link, so that no link looks faster than it was measured.
+    """
+    line = fit([(size, count * size, seconds) for size, count, *both in figures["points"] for seconds in both])
+    if any(line.slopes):
+        return line
+    size, count, *both = figures["points"][-1]
+    return replace(line, slopes=(0.0, min(both) / (count * size)))
+
+
+def unfairness_of(rounds: Sequence[tuple[float, float]]) -> float:
+    """Estimate the standard deviation of log(weight of a message) from the ends of two equal messages sent at once.
+
+    Of two messages with weights v > w, the faster has the share v / (v + w) of the link until its end; then the slower
+    has the whole link. So the share is half the later end divided by the earlier end. log(v / w) has twice the variance
+    of log(v).
+
+    Example: with weights 3 and 1, the faster has 3/4 of the link and ends after 4/3 of its time alone, the slower
+    after 2.
+
+    >>> round(unfairness_of([(4 / 3, 2.0), (2.0, 4 / 3)]), 4)  # log(3) / sqrt(2)
+    0.7768
+    """
+    if not rounds:
+        return 0.0
+    shares = np.array([min(max(ends) / (2 * min(ends)), MOST_SHARE) for ends in rounds])
+    return float(np.sqrt(np.mean(np.log(shares / (1 - shares)) ** 2) / 2))
+
+
+def hand_over(points: Sequence[Sequence[float]]) -> tuple[float, float, float]:
+    """Costs of a message: alpha and beta of each of its two processes, and the latency between them.
+
+    `points` are (bytes, seconds by the clock, seconds of the caller's cores, seconds of the host's cores). The first
+    point measures a step alone. Each other point measures a step, a push and a reply of the same size: two messages,
+    each of which costs both processes.
+    """
+    (_, alone, own, _), *others = points
+    costs = [(nbytes, (here - own + there) / 4) for nbytes, _, here, there in others]
+    (few, least), (many, most) = costs[0], costs[-1]
+    beta = max((most - least) / (many - few), 0.0) if many > few else 0.0
+    alpha = max(statistics.mean(cost - nbytes * beta for nbytes, cost in costs), 0.0)
+    idle = [(clock - alone - (here - own) - there) / 2 for _, clock, here, there in others]
+    return alpha, beta, max(min(idle), 0.0)
+
 
 ALIKE = 0.1
 """Hosts with as many workers whose figures differ by at most this share count as machines of one kind."""
@@ -246,3 +300,36 @@ def _speed(kind: Sequence[MeasuredHost]) -> float | tuple[float, ...]:
     slow = slow_among([each.seconds for host in kind for each in host.steps])
     workers = sum(host.workers for host in kind)
     return tuple(_rounded(1 / slow.get(worker, 1.0), 3) for worker in range(workers)) if slow else 1.0
+
+
+def stragglers(found: Figures) -> list[dict[str, Any]]:
+    """Workers whose mean step, and hosts whose link, is SLOW times that of the median or more.
+
+    An entry has `slow` ("step" or "link"), `factor`, and the name of the `host`; that of a step has the `rank`.
+    """
+    names = found["names"]
+    hosts = [number for number, ranks in enumerate(found["hosts"]) for _ in ranks]
+    runs = found.get("runs")
+    steps: Sequence[Sequence[float]] = found["compute"] if runs is None else runs["steps"]
+    slow = slow_among([statistics.mean(each) for each in steps])
+    slow_steps = [
+        {"slow": "step", "rank": rank, "host": names[hosts[rank] if runs is None else 0], "factor": round(factor, 2)}
+        for rank, factor in slow.items()
+    ]
+    if len(names) == 1:
+        return slow_steps
+    links = slow_among([host.card.per_byte for host in measured_hosts(found)])
+    slow_links = [{"slow": "link", "host": names[host], "factor": round(factor, 2)} for host, factor in links.items()]
+    return slow_steps + slow_links
+
+
+def sentence(straggler: dict[str, Any]) -> str:
+    """Describe a straggler.
+
+    >>> sentence({"slow": "step", "rank": 3, "host": "node7", "factor": 2.5})
+    'Steps of rank 3 on node7 take 2.5 times those of the median worker.'
+    """
+    if straggler["slow"] == "link":
+        return f"A byte on the link of {straggler['host']} takes {straggler['factor']} times that of the median host."
+    place = f"rank {straggler['rank']} on {straggler['host']}"
+    return f"Steps of {place} take {straggler['factor']} times those of the median worker."

@@ -1,4 +1,10 @@
-"""Measurements of messages, updates and steps: `dure probe` calls a `LinkBenchmark` on each host.
+"""Measurements of messages, updates, steps and collectives: `dure probe` calls a `LinkBenchmark` on each host.
+
+    rank 0 ── "collective" ──> every rank      barrier, collective, barrier, collective, ...
+           <── seconds of each ──
+
+A collective ends when its last rank has ended. Of each repetition the longest time of a rank counts, and of the
+repetitions the median.
 
     caller                            host                        measures
       ping  ------------------------->                            the smallest round trip, and the cores' time for it
@@ -20,21 +26,25 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
-from dure.codec.timing import Slice, random_slices, slices_of, timed
+from dure.codec.cost import Slice, random_slices, slices_of, timed
+from dure.core.cost import fit
 from dure.core.node import Address, Call, Operation, Reply, TensorSpec
 from dure.core.protocol import COUNT, TEXT, RemoteService, carrying, listed, remote
 from dure.job.gradient import GradientWork
 from dure.job.gradient_engine import GradientEngine
 from dure.job.optimizer import FlatOptimizer, OptimizerSpec
 from dure.job.replica import Replica
-from dure.planner.probe.collectives import repeated
 from dure.run.process import engine_groups
 from dure.runtime.launch.shard_process import Starter
 from dure.runtime.memory import usable_memory
 from dure.runtime.process.group import AloneGroup
 from dure.runtime.process.node import ProcessNode
+from dure.runtime.virtual.cluster import Cluster
+from dure.runtime.virtual.kernel import Kernel
+from dure.runtime.virtual.network import Network
 from dure.runtime.wire import Credentials, Identity
 from dure.topology.parameter_server.client import ServerClient
 from dure.topology.parameter_server.layout import ServerLayout
@@ -44,6 +54,69 @@ if TYPE_CHECKING:
     from dure.codec.base import Codec
     from dure.core.node import Group
     from dure.job.job import Job
+
+
+KINDS = ("all_reduce", "all_gather", "broadcast")
+
+TENSOR_SIZES = tuple(1 << power for power in range(10, 25, 2))
+"""Sizes of a rank's tensor in bytes: 1 KiB to 16 MiB, up to the first that takes LONGEST_COLLECTIVE."""
+
+LONGEST_COLLECTIVE = 0.1
+"""If a collective takes more seconds, no larger one is measured; at least FEWEST_COLLECTIVE sizes are measured."""
+
+FEWEST_COLLECTIVE = 3
+REPEATS, SHORT_REPEATS = 7, 25
+"""Number of repetitions of a collective, and of one with a tensor of at most SHORT bytes."""
+
+SHORT = 1 << 16
+
+Points = list[tuple[int, float]]
+"""Bytes of a rank's tensor, and seconds."""
+
+
+async def repeated(group: Group, kind: str, nbytes: int) -> list[float]:
+    """Seconds of repeated collectives at this rank, each after a barrier; a first one is not counted."""
+    tensor = torch.zeros(nbytes // 4)
+    arguments = {"root": 0} if kind == "broadcast" else {}
+    times = []
+    for _ in range(1 + (SHORT_REPEATS if nbytes <= SHORT else REPEATS)):
+        await group.barrier()
+        began = time.perf_counter()
+        await getattr(group, kind)(tensor, **arguments)
+        times.append(time.perf_counter() - began)
+    return times[1:]
+
+
+async def curve(at_ranks: Callable[[int], Awaitable[Sequence[Sequence[float]]]]) -> Points:
+    """The points of one kind of collective. `at_ranks` gives the seconds of each rank for a size."""
+    points: Points = []
+    for nbytes in TENSOR_SIZES:
+        times = await at_ranks(nbytes)
+        points.append((nbytes, statistics.median(map(max, zip(*times, strict=True)))))
+        if len(points) >= FEWEST_COLLECTIVE and points[-1][1] > LONGEST_COLLECTIVE:
+            break
+    return points
+
+
+def fitted(kind: str, points: Points, cluster: Cluster, ranks: int) -> dict[str, Any]:
+    """A curve of so many ranks: its line, `start` + `byte` * bytes, its `residual`, and what `cluster` predicts."""
+    line = fit(points)
+    return {
+        "ranks": ranks,
+        "points": points,
+        "start": line.start,
+        "byte": line.slopes[0],
+        "residual": line.residual,
+        "predicted": [predicted(cluster, kind, nbytes, ranks) for nbytes, _ in points],
+    }
+
+
+def predicted(cluster: Cluster, kind: str, nbytes: int, ranks: int) -> float:
+    """Seconds of a collective of the first `ranks` workers of `cluster` in virtual time."""
+    places = {f"worker {worker}": worker for worker in range(cluster.workers)}
+    network = Network(cluster, Kernel(), cluster.placed(places), np.random.default_rng(0))
+    return network.cost(kind, nbytes, list(places)[:ranks]).seconds
+
 
 SERVICE = "benchmark"
 

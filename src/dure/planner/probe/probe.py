@@ -33,12 +33,9 @@ from dure.core.node import Address
 from dure.errors import PeerLost, UsageError
 from dure.job.replica import Replica
 from dure.planner.probe.advice import advice
-from dure.planner.probe.collectives import KINDS, curve, fitted
-from dure.planner.probe.description import described
-from dure.planner.probe.fits import wire_of
-from dure.planner.probe.measure import PRODUCT_FLOPS, SERVICE, Figures, LinkBenchmark
+from dure.planner.probe.description import described, stragglers, wire_of
+from dure.planner.probe.measure import KINDS, PRODUCT_FLOPS, SERVICE, Figures, LinkBenchmark, curve, fitted
 from dure.planner.probe.short_runs import short_runs
-from dure.planner.probe.stragglers import stragglers
 from dure.run.strategy import codec_name, make
 from dure.runtime.launch.engine_store import EngineStore
 from dure.runtime.launch.rendezvous import RankEnvironment, Rendezvous, credentials_of, met, place

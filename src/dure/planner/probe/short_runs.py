@@ -8,6 +8,11 @@
 An all_reduce ends when the slowest worker has arrived and the engine is done. The slowest worker's delay beyond the
 mean follows from the spread of steps (`slowest`), and is not part of the cost of the all_reduce. Of the second run the
 steps that end in no all_reduce are compared with its cycles: the speed of a machine can change between two runs.
+
+A model that sleeps instead of computing, for measurements of the network alone.
+
+Forward sleeps a third of the seconds. Backward sleeps the rest, distributed over the layers by their size: the last
+layer's gradient is complete first, as in a real backward pass. Gradients are constant.
 """
 
 from __future__ import annotations
@@ -16,13 +21,19 @@ import json
 import math
 import statistics
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor, nn
 
+from dure.job.data.dataset import Data
+from dure.job.job import Job
+from dure.job.optimizer import OptimizerSpec
 from dure.planner.probe.measure import Figures
 from dure.run.config import TrainConfig
 from dure.runtime.launch.fork_server import ForkServer
@@ -131,3 +142,60 @@ def _begun(options: Mapping[str, Any], fork_server: ForkServer) -> list[list[flo
         if event.get("ph") == "X" and event["name"] == "compute":
             begun.setdefault(event["pid"], []).append(event["ts"] / 1e6)
     return [sorted(each) for each in begun.values()]
+
+
+SLOPE = 1e-3
+
+
+def synthetic_job(layers: Sequence[int], seconds: float) -> Job:
+    """A job whose model has a layer for each number of parameters in `layers`, and whose steps take `seconds`."""
+    return Job(
+        model=lambda: StandIn(layers, seconds),
+        loss=lambda outputs, targets: outputs,
+        train=Data(torch.zeros(64, 1), torch.zeros(64)),
+        test=Data(torch.zeros(1, 1), torch.zeros(1)),
+        batch_size=1,
+        optimizer=OptimizerSpec(lr=1e-3),
+        split="whole",
+        name="stand-in",
+    )
+
+
+def job_file(layers: Sequence[int], seconds: float) -> str:
+    """The text of a job file whose function `job` returns `synthetic_job(layers, seconds)`."""
+    head = "from dure.planner.probe.short_runs import synthetic_job"
+    return f"{head}\n\n\ndef job():\n    return synthetic_job({[*layers]}, {seconds})\n"
+
+
+class StandIn(nn.Module):
+    """A layer for each number of parameters in `layers`; forward and backward together take `seconds`."""
+
+    def __init__(self, layers: Sequence[int], seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+        self.layers = nn.ParameterList(nn.Parameter(torch.zeros(size)) for size in layers)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return inputs.mean()  # evaluations take no time
+        time.sleep(self.seconds / 3)
+        total = sum(layer.numel() for layer in self.layers)
+        carried = inputs.mean()
+        for layer in self.layers:
+            seconds = self.seconds * 2 / 3 * layer.numel() / total
+            carried = _Layer.apply(carried, layer, seconds)  # type: ignore[no-untyped-call]
+        return carried
+
+
+class _Layer(torch.autograd.Function):
+    """The identity; its backward pass takes `seconds`."""
+
+    @staticmethod
+    def forward(ctx: Any, carried: Tensor, layer: Tensor, seconds: float) -> Tensor:
+        ctx.seconds, ctx.shape = seconds, layer.shape
+        return carried.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        time.sleep(ctx.seconds)
+        return gradients[0], torch.full(ctx.shape, SLOPE), None

@@ -23,9 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dure.core.deployment import WORKER, NodeId
-from dure.core.folder_names import CHECKPOINTS, LATEST
-from dure.core.log import log
-from dure.core.text import sentence, text_of
+from dure.core.regular_file import CHECKPOINTS, LATEST
+from dure.core.text import log, sentence, text_of
 from dure.errors import DureError, PeerLost, RemoteError, UsageError
 from dure.report.run import Run, read_run
 from dure.report.values import versions

@@ -19,9 +19,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from dure.core.log import log
 from dure.core.node import Reply
 from dure.core.protocol import COUNT, NODES, TEXT, TRUTH, Method, check
+from dure.core.text import log
 from dure.errors import PeerLost, Refused, RemoteError
 from dure.runtime.heartbeat import PERIOD_SECONDS, Silence, is_stopped
 from dure.runtime.wire import Identity, Request, Wire

@@ -32,9 +32,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from dure.core.log import log
 from dure.core.node import nothing
-from dure.core.text import quoted
+from dure.core.text import log, quoted
 from dure.errors import AlteredNote, CallTimeout, PeerLost, RemoteError, UsageError
 from dure.runtime.launch.engine_store import address_toward, lead_engine, listening_store
 from dure.runtime.wire import Credentials

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from dure.core.collective_cost import COLLECTIVES, Path
 from dure.core.node import Operation
-from dure.core.ranges import equal_ranges, gather, size
+from dure.core.vectors import equal_ranges, gather, size
 from dure.errors import PeerLost, UsageError
 from dure.job.gradient import Gradient, GradientWork
 from dure.job.overlap import Overlap

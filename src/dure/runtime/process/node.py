@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from dure.core.log import log
 from dure.core.meter import Meter
 from dure.core.node import Address, Apply, Call, Loop, Operation, Reply, Service, Task, TensorSpec, Work, nothing
 from dure.core.node_view import ServiceView
 from dure.core.protocol import COUNT, Method, RemoteService, check, remote
+from dure.core.text import log
 from dure.errors import DureError, GreetingLost, Refused, RemoteError
 from dure.job.gradient import GradientWork
 from dure.runtime.process.transfers import lane_of

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from dure.core.finite import all_finite
 from dure.core.node import Ghost, Operation
-from dure.core.ranges import equal_ranges
+from dure.core.vectors import all_finite, equal_ranges
 from dure.errors import PeerLost
 from dure.job.gradient import Gradient, GradientWork
 

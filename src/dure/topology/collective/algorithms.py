@@ -19,7 +19,7 @@ from functools import cached_property, partial
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
-from dure.core.ranges import Range, equal_ranges
+from dure.core.vectors import Range, equal_ranges
 
 if TYPE_CHECKING:
     import torch

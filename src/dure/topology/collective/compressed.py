@@ -19,11 +19,10 @@ import torch
 
 from dure.codec.coder import SliceLayout
 from dure.codec.exchange import Owner, add_up, memory, remember
-from dure.core.finite import all_finite
 from dure.core.node import Address, Apply, Call, CodecWork, Operation, Reply, TensorSpec, nothing, taking
 from dure.core.protocol import COUNT, FINITE, TRUTH, WORKERS, RemoteService, carrying, maybe, remote
-from dure.core.ranges import ShapedSlice, equal_ranges
 from dure.core.state import State
+from dure.core.vectors import ShapedSlice, all_finite, equal_ranges
 from dure.errors import DamagedMessage, PeerLost, Refused, RemoteError
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from dure.core.node import Operation, nothing
-from dure.core.ranges import Range, equal_ranges
+from dure.core.vectors import Range, equal_ranges
 from dure.topology.collective.algorithms import AllToAll, HalvingDoubling, Hierarchical, Ring, Torus, Tree, hosts_of
 from dure.topology.collective.ranks import SERVICE, GroupFailure, Ranks
 

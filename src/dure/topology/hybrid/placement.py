@@ -31,8 +31,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
-from dure.core.ranges import Ranges, ShapedSlice, equal_ranges, gather, size
 from dure.core.spec_text import names, nearest
+from dure.core.vectors import Ranges, ShapedSlice, equal_ranges, gather, size
 from dure.errors import StrategyError, UsageError
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from dure.core.deployment import SERVER, NodeId
-from dure.core.finite import all_finite
 from dure.core.node import Address
+from dure.core.vectors import all_finite
 from dure.errors import Quarantined, UsageError
 from dure.job.optimizer import RangesOptimizer
 from dure.topology.base import RunPlan, Topology, TopologyWorker

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from dure.core.node import Address, CodecWork, EndOfWork, Node, Operation, Reply, taking
-from dure.core.ranges import Ranges, gather, pieces, size
+from dure.core.vectors import Ranges, gather, pieces, size
 from dure.errors import CallTimeout, PeerLost, Refused, RemoteError, Superseded, WorkOver
 from dure.topology.parameter_server.vote_results import SliceMirror, apply_vote_results
 from dure.topology.replica import Pulled

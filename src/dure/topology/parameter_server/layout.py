@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from dure.core.node import Ghost
-from dure.core.ranges import FlatSlice, Ranges, equal_ranges, pieces
+from dure.core.vectors import FlatSlice, Ranges, equal_ranges, pieces
 from dure.errors import StrategyError
 from dure.topology.parameter_server.choice import BOUND, SPLITS, Split
 

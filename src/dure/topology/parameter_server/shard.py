@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from dure.codec.base import Vote
     from dure.codec.coder import Coder
     from dure.core.node import Service
-    from dure.core.ranges import Ranges
+    from dure.core.vectors import Ranges
     from dure.topology.parameter_server.admission import Policy
     from dure.topology.parameter_server.clock import ClockService
     from dure.topology.parameter_server.staging import Corrections

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from dure.core.finite import all_finite
 from dure.core.node import Call, Ghost, Reply
 from dure.core.sequence import SequenceTracker
 from dure.core.state import State
+from dure.core.vectors import all_finite
 from dure.errors import DamagedMessage, Evicted, Refused
 from dure.job.optimizer import BLOCK
 from dure.topology.correction import Correction, Update

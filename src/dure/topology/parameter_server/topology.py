@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dure.core.node import Ghost
-from dure.core.ranges import size
+from dure.core.vectors import size
 from dure.topology.base import RunPlan, Topology, TopologyWorker
 from dure.topology.parameter_server.layout import held_by
 from dure.topology.parameter_server.shard import Shard
@@ -16,7 +16,7 @@ from dure.topology.parameter_server.staging import Corrections
 
 if TYPE_CHECKING:
     from dure.core.node import Group, Node
-    from dure.core.ranges import Ranges
+    from dure.core.vectors import Ranges
     from dure.topology.parameter_server.choice import ParameterServer
 
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from dure.core.node import Apply, CodecWork, Ghost, Node, Reply, nothing, taking
-from dure.core.ranges import Ranges, gather, pieces, size
+from dure.core.vectors import Ranges, gather, pieces, size
 from dure.job.optimizer import FlatOptimizer, GroupRange, OptimizerSpec
 
 if TYPE_CHECKING:

@@ -28,7 +28,6 @@ from typing import Any, NamedTuple, Protocol, cast
 import numpy as np
 import torch
 
-from dure.core.finite import all_finite
 from dure.core.node import Address, Apply, Call, Ghost, Node, Operation, Reply, TensorSpec
 from dure.core.protocol import (
     CLOCK,
@@ -45,6 +44,7 @@ from dure.core.protocol import (
 )
 from dure.core.sequence import SequenceTracker
 from dure.core.state import State
+from dure.core.vectors import all_finite
 from dure.errors import Refused
 from dure.topology.fields import CLOSED, LEFT, LIFE
 from dure.topology.turns import Turns

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from dure.core.node import Node, Service
-    from dure.core.ranges import Ranges
+    from dure.core.vectors import Ranges
     from dure.job.optimizer import FlatOptimizer
     from dure.topology.replica import WorkerReplica
     from dure.topology.shared_memory.choice import SharedMemory

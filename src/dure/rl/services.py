@@ -1,4 +1,4 @@
-"""A replay as a service: actors insert transitions, workers sample batches and give priorities back.
+"""The services of distributed reinforcement learning: a replay, limited in its rate, and the model of a worker.
 
     actor                        replay                                  worker
     insert(transitions) ----->   stored at once
@@ -10,6 +10,11 @@
 
 The answer to an insertion is delayed while inserts are ahead. An actor acts meanwhile, but sends its next message only
 after the answer: the ratio of samples to inserts leaves its bounds by at most one message of each actor.
+
+Cassirer et al., "Reverb: A Framework For Experience Replay", 2021, section 3.4.
+
+    error = (inserts - min_size) * samples_per_insert - samples
+    insert while  error <= buffer        sample while  inserts >= min_size  and  error >= -buffer
 """
 
 from __future__ import annotations
@@ -23,14 +28,16 @@ import numpy as np
 from dure.core.node import Apply, Call, Node, Operation, Reply, TensorSpec
 from dure.core.protocol import ACTORS, COUNT, FINITE, WORKERS, RemoteService, carrying, remote
 from dure.core.state import State
-from dure.errors import Refused, WorkOver
+from dure.errors import Refused, UsageError, WorkOver
 from dure.rl.messages import InsertionTensors, SampleTensors, check_priorities
 from dure.rl.settings import MOST
 
 if TYPE_CHECKING:
+    import torch
+
     from dure.job.companions import Figures
-    from dure.rl.rate_limiter import RateLimiter
     from dure.rl.replay import Replay, Sample
+
 
 UPDATED = (TensorSpec("int64", MOST, at_most=True), TensorSpec("float32", MOST, at_most=True))
 """Keys and priorities of an update."""
@@ -186,3 +193,93 @@ class ReplayService(RemoteService):
 
 def _nbytes(tensors: Sequence[Any]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
+
+
+class RateLimiter:
+    """Counts of inserted and sampled transitions, and the next operations that they admit.
+
+    In this library whole messages are inserted and whole batches sampled. An operation is admitted if the error after
+    it is within `buffer`, as in Reverb. If a message is larger than `buffer`, it is admitted while the error is not
+    above 0, and a batch while the error is not below 0: one of the two operations is always admitted.
+    """
+
+    def __init__(self, samples_per_insert: float, min_size: int, buffer: float) -> None:
+        if not samples_per_insert > 0:
+            raise UsageError(f"samples_per_insert must be above 0, got {samples_per_insert}.")
+        if min_size < 1:
+            raise UsageError(f"min_size counts transitions and must be at least 1, got {min_size}.")
+        if not buffer >= max(1, samples_per_insert):
+            least = max(1, samples_per_insert)
+            raise UsageError(f"buffer must be at least max(1, samples_per_insert) = {least:g} samples, got {buffer:g}.")
+        self.samples_per_insert, self.min_size, self.buffer = samples_per_insert, min_size, buffer
+        self.inserts = self.samples = 0
+
+    @property
+    def error(self) -> float:
+        """Samples that are due (above 0), or were taken too early."""
+        return (self.inserts - self.min_size) * self.samples_per_insert - self.samples
+
+    def can_insert(self, count: int) -> bool:
+        """Whether a message of `count` transitions may be inserted now."""
+        return self.error <= max(0, self.buffer - count * self.samples_per_insert)
+
+    def can_sample(self, count: int) -> bool:
+        """Whether a batch of `count` transitions may be sampled now."""
+        return self.inserts >= self.min_size and self.error >= min(0, count - self.buffer)
+
+    def batches(self, inserts: int, count: int) -> int:
+        """The batches of `count` transitions that are admitted, from the first on, where `inserts` have been inserted.
+
+        >>> [RateLimiter(2.0, min_size=10, buffer=4.0).batches(inserts, 4) for inserts in (9, 10, 11, 12, 13, 14)]
+        [0, 1, 1, 2, 2, 3]
+        """
+        if inserts < self.min_size:
+            return 0
+        due = (inserts - self.min_size) * self.samples_per_insert - min(0, count - self.buffer)
+        return int(due // count) + 1
+
+    def inserted(self, count: int) -> None:
+        self.inserts += count
+
+    def sampled(self, count: int) -> None:
+        self.samples += count
+
+    def state(self) -> dict[str, int]:
+        return {"inserts": self.inserts, "samples": self.samples}
+
+    def restore(self, state: dict[str, int]) -> None:
+        self.inserts, self.samples = state["inserts"], state["samples"]
+
+
+class ModelService(RemoteService):
+    """The newest model of the worker at `node`, and its version: the updates that the model has had.
+
+    A model is its parameters, and the buffers that training changes if it has some.
+
+    A worker over servers has the updates of all workers in its model. `step` counts those that it has made itself.
+    """
+
+    called = "a model"
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self.step = -1
+        self.version = 0
+        self._model: tuple[torch.Tensor, ...]
+        self._waiting: list[Operation[Any]] = []
+
+    def publish(self, model: Sequence[torch.Tensor], step: int, version: int) -> None:
+        """Answer pulls with a copy of `model` from now on: its memory is written to before the next call."""
+        self._model = tuple(each.detach().clone() for each in model)
+        self.step, self.version = step, version
+        waiting, self._waiting = self._waiting, []
+        for operation in waiting:
+            operation.resolve()
+
+    @remote(ACTORS, at_least=COUNT)
+    async def _pull(self, call: Call) -> Reply:
+        """Version and model, once the worker has made so many steps."""
+        while self.step < call.fields["at_least"]:
+            self._waiting.append(self.node.promise(f"step {call.fields['at_least']} of the model"))
+            await self._waiting[-1]
+        return Reply({"version": self.version}, tuple(each.cpu() for each in self._model))
