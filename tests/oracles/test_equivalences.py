@@ -21,7 +21,7 @@ from dure.runtime.virtual.cluster import Cluster, Link, Machines
 from dure.runtime.virtual.compute import Constant, Trace
 from dure.sync.base import ServerRule
 from dure.sync.ssp import SSP
-from dure.topology.parameter_server.admission import Start, Verdict
+from dure.topology.parameter_server.admission import Decision, Start
 from dure.topology.parameter_server.choice import ParameterServer
 from dure.topology.parameter_server.policies import Bounded
 
@@ -267,13 +267,13 @@ class Watched(Bounded):
         self.leads: dict[int, list[int]] = {}
         self.spread = 0
 
-    def _start(self, worker: int) -> Verdict:
+    def _start(self, worker: int) -> Decision:
         start = super()._start(worker)
         assert isinstance(start, Start)
         self.leads.setdefault(worker, []).append(self.clocks[worker] - self.clocks.minimum)
         return start
 
-    def staged(self, worker: int, group: int | None, seq: int) -> list[Verdict]:
+    def staged(self, worker: int, group: int | None, seq: int) -> list[Decision]:
         self.spread = max(self.spread, self.clocks[worker] + 1 - self.clocks.minimum)
         return super().staged(worker, group, seq)
 

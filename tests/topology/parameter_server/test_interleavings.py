@@ -19,7 +19,7 @@ from support.purposes import soaked
 from dure.core.node import Address, Ghost
 from dure.errors import Superseded
 from dure.job.optimizer import OptimizerSpec
-from dure.topology.parameter_server.admission import Policy, Start, Verdict
+from dure.topology.parameter_server.admission import Decision, Policy, Start
 from dure.topology.parameter_server.client import ServerClient
 from dure.topology.parameter_server.clock import ClockService
 from dure.topology.parameter_server.layout import ServerLayout, split
@@ -38,7 +38,7 @@ class WatchedBounded(Bounded):
         super().__init__(lead)
         self.stamps: list[int] = []
 
-    def _start(self, worker: int) -> Verdict:
+    def _start(self, worker: int) -> Decision:
         clock = self.clocks[worker]
         assert clock - self.clocks.minimum <= self.lead
         start = super()._start(worker)
@@ -48,11 +48,11 @@ class WatchedBounded(Bounded):
             assert all(stamp < clock for stamp in self.stamps[: start.version]), "a snapshot holds a later update"
         return start
 
-    def staged(self, worker: int, group: int | None, seq: int) -> list[Verdict]:
+    def staged(self, worker: int, group: int | None, seq: int) -> list[Decision]:
         self.stamps.append(self.clocks[worker])
-        verdicts = super().staged(worker, group, seq)
+        decisions = super().staged(worker, group, seq)
         assert self.clocks[worker] - self.clocks.minimum <= self.lead + 1
-        return verdicts
+        return decisions
 
 
 @dataclass

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 from support.purposes import soaked
 
-from dure.topology.parameter_server.admission import Abort, Accept, Close, End, Policy, Refuse, Start, Verdict, most
+from dure.topology.parameter_server.admission import Abort, Accept, Close, Decision, End, Policy, Refuse, Start, most
 from dure.topology.parameter_server.policies import AnyOf, FirstOf
 
 Event = tuple[str, int]
@@ -88,31 +88,31 @@ class Story:
         self.doing[worker] = "idle"
         self.left[worker] -= 1
 
-    def heed(self, verdicts: list[Verdict]) -> None:
-        for verdict in verdicts:
-            if isinstance(verdict, Close):
-                self.close(verdict)
-            elif isinstance(verdict, Start):
-                assert self.doing[verdict.worker] == "waiting"
-                assert verdict.version == self.groups
-                self.doing[verdict.worker], self.on[verdict.worker] = "working", verdict.version
-            elif isinstance(verdict, Accept):
-                assert self.doing[verdict.worker] == "offering"
-                assert verdict.group == self.on[verdict.worker] == self.groups, "it is of another version"
-                self.doing[verdict.worker] = "accepted"
-            elif isinstance(verdict, Refuse):
-                assert self.doing[verdict.worker] == "offering"
-                assert self.on[verdict.worker] < self.groups or self.over, "its version is not over"
-                self.spend(verdict.worker)
-            elif isinstance(verdict, End):
-                assert self.doing[verdict.worker] == "waiting"
+    def heed(self, decisions: list[Decision]) -> None:
+        for decision in decisions:
+            if isinstance(decision, Close):
+                self.close(decision)
+            elif isinstance(decision, Start):
+                assert self.doing[decision.worker] == "waiting"
+                assert decision.version == self.groups
+                self.doing[decision.worker], self.on[decision.worker] = "working", decision.version
+            elif isinstance(decision, Accept):
+                assert self.doing[decision.worker] == "offering"
+                assert decision.group == self.on[decision.worker] == self.groups, "it is of another version"
+                self.doing[decision.worker] = "accepted"
+            elif isinstance(decision, Refuse):
+                assert self.doing[decision.worker] == "offering"
+                assert self.on[decision.worker] < self.groups or self.over, "its version is not over"
+                self.spend(decision.worker)
+            elif isinstance(decision, End):
+                assert self.doing[decision.worker] == "waiting"
                 assert self.over, "it could go on"
-                self.doing[verdict.worker], self.left[verdict.worker] = "idle", 0
+                self.doing[decision.worker], self.left[decision.worker] = "idle", 0
             else:
-                assert isinstance(verdict, Abort)
-                assert self.doing[verdict.worker] == "working"
-                assert self.on[verdict.worker] == verdict.version == self.groups - 1
-                self.told.add(verdict.worker)
+                assert isinstance(decision, Abort)
+                assert self.doing[decision.worker] == "working"
+                assert self.on[decision.worker] == decision.version == self.groups - 1
+                self.told.add(decision.worker)
         assert self.policy.version == self.groups
 
     @property
@@ -126,15 +126,15 @@ class Story:
         workers = len(self.doing) + self.finished if self.policy.group.distinct else self.peak
         return self.policy.group.quorum(workers)
 
-    def close(self, verdict: Close) -> None:
-        assert verdict.group == self.groups
-        assert sorted(verdict.members) == sorted((worker, seq) for worker, seq, _ in self.open), "some are left behind"
+    def close(self, decision: Close) -> None:
+        assert decision.group == self.groups
+        assert sorted(decision.members) == sorted((worker, seq) for worker, seq, _ in self.open), "some are left behind"
         assert "accepted" not in self.doing.values(), "what was accepted counts"
-        members = [worker for worker, _ in verdict.members]
+        members = [worker for worker, _ in decision.members]
         if self.policy.group.distinct:
             assert len(members) == len(set(members)), "a worker is in one group twice"
         if self.policy.may_refuse:
-            assert {base for _, _, base in self.open} == {verdict.group}, "a stale gradient counts"
+            assert {base for _, _, base in self.open} == {decision.group}, "a stale gradient counts"
         free = [worker for worker in self.doing if not (self.policy.group.distinct and worker in members)]
         free = [worker for worker in free if worker not in self.reborn]
         assert len(members) >= self.needed or not free, "it closed before it was complete"
@@ -215,7 +215,7 @@ def test_every_order_of_events_ends_with_all_that_was_staged_in_one_group(name, 
 class Forgetful(FirstOf):
     """Takes late gradients for the version that comes after theirs."""
 
-    def offer(self, worker: int, base: int) -> list[Verdict]:
+    def offer(self, worker: int, base: int) -> list[Decision]:
         return super().offer(worker, self.version)
 
 
@@ -230,7 +230,7 @@ class Hasty(FirstOf):
 class Endless(AnyOf):
     """Waits for a K that cannot be had any more."""
 
-    def leave(self, worker: int) -> list[Verdict]:
+    def leave(self, worker: int) -> list[Decision]:
         self.group.leave(worker)
         return []
 

@@ -1,4 +1,4 @@
-"""Policies of admission: verdicts for what they are told."""
+"""Policies of admission: decisions for what they are told."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from support.wording import raising
 
-from dure.topology.parameter_server.admission import Abort, Accept, Clocks, Close, Policy, Refuse, Start, Verdict, most
+from dure.topology.parameter_server.admission import Abort, Accept, Clocks, Close, Decision, Policy, Refuse, Start, most
 from dure.topology.parameter_server.policies import AnyOf, Barrier, Bounded, FirstOf
 
 POLICIES = {
@@ -85,28 +85,28 @@ class Run:
         self.unclosed.add((worker, seq))
         self.heed(self.policy.staged(worker, None, seq))
 
-    def heed(self, verdicts: list[Verdict]) -> None:
-        for verdict in verdicts:
-            if isinstance(verdict, Accept):
-                assert verdict.group == self.versions == self.offering[verdict.worker]
-                self.accepted[verdict.worker] = self.offering.pop(verdict.worker)
-            elif isinstance(verdict, Refuse):
-                assert self.offering.pop(verdict.worker) < self.versions
-                self.idle.add(verdict.worker)
-            elif isinstance(verdict, Abort):
-                assert self.working[verdict.worker] == verdict.version == self.versions - 1
-                self.aborted.add(verdict.worker)
-            elif isinstance(verdict, Close):
-                assert verdict.group == self.versions
+    def heed(self, decisions: list[Decision]) -> None:
+        for decision in decisions:
+            if isinstance(decision, Accept):
+                assert decision.group == self.versions == self.offering[decision.worker]
+                self.accepted[decision.worker] = self.offering.pop(decision.worker)
+            elif isinstance(decision, Refuse):
+                assert self.offering.pop(decision.worker) < self.versions
+                self.idle.add(decision.worker)
+            elif isinstance(decision, Abort):
+                assert self.working[decision.worker] == decision.version == self.versions - 1
+                self.aborted.add(decision.worker)
+            elif isinstance(decision, Close):
+                assert decision.group == self.versions
                 assert not self.accepted, "what was accepted counts"
-                assert list(verdict.members) == sorted(verdict.members)
-                assert verdict.members
-                self.unclosed -= set(verdict.members)
+                assert list(decision.members) == sorted(decision.members)
+                assert decision.members
+                self.unclosed -= set(decision.members)
                 self.versions += 1
-            elif isinstance(verdict, Start):
-                self.waiting.remove(verdict.worker)
-                self.working[verdict.worker] = verdict.version
-                assert verdict.version == self.versions or verdict.version == self.policy.floor
+            elif isinstance(decision, Start):
+                self.waiting.remove(decision.worker)
+                self.working[decision.worker] = decision.version
+                assert decision.version == self.versions or decision.version == self.policy.floor
         assert self.policy.version == self.versions
         assert self.policy.clocks.minimum == min(
             (self.policy.clocks[worker] for worker in self.live), default=self.policy.clocks.minimum

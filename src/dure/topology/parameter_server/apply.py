@@ -78,8 +78,9 @@ class Updater:
 
     def close(self, call: Call) -> Reply | Awaitable[Reply]:
         """Apply a group of staged updates and let versions go; acknowledge a group that has been closed before."""
-        if call.fields["version"] <= self._closed:
+        if call.fields["version"] <= self._closed:  # the clock has repeated an order
             return Reply({"version": self.versions.current.version})
+        # The members are taken now, not in their turn: a `leave` behind this order must not find them staged.
         return self._close_in_turn(self._members(call.fields), call.fields)
 
     async def _close_in_turn(self, members: Members, fields: Mapping[str, Any]) -> Reply:
@@ -96,6 +97,7 @@ class Updater:
                 updates = [(w, seq, each.base, each.buffer.tensor) for w, seq, each in members if not each.void]
                 correct = self._correcting(rule.corrections, updates)
             await self._apply_group(members, fields["reduce"], fresh, correct)
+            # Staleness is counted against the version before, which is the newest until `advance`.
             for worker, seq, staged in members:
                 self._count(worker, staged.incarnation, seq, staged.base, staged.gradients, void=staged.void)
                 staged.buffer.release()
@@ -125,6 +127,7 @@ class Updater:
             return self._node.compute(Apply(partial(_stay, self.versions.current, fresh), self._apply_one.nbytes))
         if len(members) == 1 and vote is None:
             return self._node.compute(self._step(first.buffer.tensor, fresh, first.lr, prepare=correct))
+        # Taken here, and released when the operation ends: also where the work fails, or is never run.
         total = self.versions.pool.take()
 
         def prepare() -> None:
@@ -192,6 +195,8 @@ class Updater:
                 self._staging.refused += 1
                 self._finished(fields["worker"], fields["seq"])
                 return
+            # Looked at when the work runs, not when it is made: in virtual time a pull may come in between and hold the
+            # newest version, which then stays as it is.
             current = versions.current
             in_place = optimizer is not None and current.holders == 1
             fresh = current if in_place else versions.pool.take()

@@ -18,7 +18,7 @@ from dure.core.protocol import COUNT, DRIVER, OWN, TRUTH, WORKERS, RemoteService
 from dure.core.sequence import SequenceTracker
 from dure.errors import Evicted, PeerLost, Refused
 from dure.topology.fields import LIFE, STAGED
-from dure.topology.parameter_server.admission import Abort, Accept, Close, End, Policy, Start, Verdict
+from dure.topology.parameter_server.admission import Abort, Accept, Close, Decision, End, Policy, Start
 from dure.topology.parameter_server.versions import Pins
 
 EVICT_SECONDS = 5.0
@@ -121,12 +121,14 @@ class Watchdog:
             self._node.spawn(self._watch(), "the watchdog of the clock")
 
     async def _watch(self) -> None:
+        # In the background, so that virtual time does not go on for its sake: it ends when nobody waits.
         node, progress = self._node, self._progress
         while self._someone_waits():
             for worker in progress.late(self._busy()):
                 self._evict(worker)
             due = node.now() + progress.wait(self._busy())
             await node.sleep(due - node.now(), background=True)
+            # Woken much too late: this process was stopped or starved, and could not hear of anybody's progress.
             if node.now() > due + progress.seconds / 4:
                 progress.begin_again()
         self._running = False
@@ -210,13 +212,13 @@ class ClockService(RemoteService):
         self._watchdog = Watchdog(node, self.progress, self._someone_waits, self._busy, self.evict)
         self.incarnations: dict[int, int] = dict.fromkeys(workers, 0)
         self.live = set(workers)
-        self._expected = set(workers)
+        self._expected = set(workers)  # members that have not called yet: their first `join` begins no second life
         self._sequences = SequenceTracker()
         self._asking: dict[int, Operation[Reply]] = {}
         self._offering: dict[int, Operation[Reply]] = {}
         self._watching: dict[int, Operation[Reply]] = {}
-        self._aborted: dict[int, int] = {}
-        self._open: dict[int, set[int]] = {}
+        self._aborted: dict[int, int] = {}  # of each worker, the version that its present work is in vain on
+        self._open: dict[int, set[int]] = {}  # of each worker, what it has staged and no group has applied
         self._pins = Pins()
         self._said: dict[tuple[int, int], Mapping[str, float]] = {}
         self._notes: list[Mapping[str, float]] = []
@@ -232,13 +234,15 @@ class ClockService(RemoteService):
         if worker in self._expected:
             self._expected.remove(worker)
         else:
+            # A worker that is live here and joins was started again before its end was noticed. Its earlier life ends
+            # first: what that one staged and never reported must be off the shards before the next one numbers from 1.
             if worker in self.live:
                 self._remove(worker)
             self.incarnations[worker] = self.incarnations.get(worker, -1) + 1
             self.live.add(worker)
             if self.policy is not None:
                 self._carry_out(self.policy.join(worker))
-        self._pins.pin(worker, self._pins.newest)
+        self._pins.pin(worker, self._pins.newest)  # it pulls this version next: a group may close before it does
         self.progress.begin(worker)
         clock = 0 if self.policy is None else self.policy.clocks[worker]
         joined = {"version": self._pins.newest, "clock": clock, "incarnation": self.incarnations[worker]}
@@ -248,10 +252,12 @@ class ClockService(RemoteService):
     def ask(self, call: Call) -> Reply | Awaitable[Reply]:
         """Once the worker may start: the version and the slowest clock; or `over`."""
         worker = self._check(call)
+        # A question that is repeated, as its answer was late, joins the first one: the policy must hear of it once.
         waiting = self._asking.get(worker)
         if waiting is None:
             if self._pins.has_started(worker) and not self._ruled().ordered:
                 self.progress.step(worker)  # without an order no `staged` reports the step
+            # It asks, so it works on no version any more: the shards may drop that one, and an abort has reached it.
             self._pins.unpin(worker)
             self._aborted.pop(worker, None)
             started = self._carry_out(self._ruled().ask(worker), worker)
@@ -283,6 +289,7 @@ class ClockService(RemoteService):
         if self._sequences.first_time(worker, fields["incarnation"], seq):
             self._pins.unpin(worker)
             self.progress.step(worker)
+            # Noted as open before the policy hears of it: the policy may close its group at once, which takes it out.
             self._open.setdefault(worker, set()).add(seq)
             if "note" in fields:
                 self._said[worker, seq] = fields["note"]
@@ -299,7 +306,7 @@ class ClockService(RemoteService):
     def _watch(self, call: Call) -> Reply | Awaitable[Reply]:
         """Once work that the worker started no longer counts: the version that it started on."""
         worker = self._check(call)
-        if worker in self._aborted:
+        if worker in self._aborted:  # the version was closed before the watch came
             return Reply({"version": self._aborted[worker]})
         if worker not in self._watching:
             self._watching[worker] = self.node.promise(f"the clock to abort the work of worker {worker}")
@@ -311,10 +318,10 @@ class ClockService(RemoteService):
         self.progress.begin(self._check(call))
         return Reply()
 
-    def _admit(self, verdict: Start) -> Reply:
-        self._pins.pin(verdict.worker, verdict.version)
-        self.progress.begin(verdict.worker)
-        return self._with_notes(Reply({"version": verdict.version, "slowest": self._ruled().clocks.minimum}))
+    def _admit(self, decision: Start) -> Reply:
+        self._pins.pin(decision.worker, decision.version)
+        self.progress.begin(decision.worker)
+        return self._with_notes(Reply({"version": decision.version, "slowest": self._ruled().clocks.minimum}))
 
     def _with_notes(self, reply: Reply) -> Reply:
         """Add the notes of the last group's members to `reply`, if they sent any."""
@@ -323,6 +330,7 @@ class ClockService(RemoteService):
     @remote(WORKERS, **LIFE, finished=TRUTH)
     def _leave(self, call: Call) -> Reply:
         """Remove the worker; all that waited for it are released before the reply."""
+        # Not `_check`: a late `leave` of an earlier life is acknowledged, and must not remove the present one.
         worker = call.fields["worker"]
         if worker in self.live and call.fields["incarnation"] == self.incarnations[worker]:
             self._remove(worker, finished=call.fields["finished"])
@@ -337,6 +345,8 @@ class ClockService(RemoteService):
 
     async def returned(self, shard: Address) -> None:
         """Tell a shard that runs again from a snapshot which incarnations are over."""
+        # The snapshot may be older than some `leave`. Without them the shard would take an update that a past life has
+        # sent before its end and that is still on its way.
         for worker, incarnation in sorted(self.incarnations.items()):
             last_over = incarnation - 1 if worker in self.live else incarnation
             await self.node.call(shard, "leave", worker=worker, incarnation=last_over, keep=[])
@@ -375,6 +385,8 @@ class ClockService(RemoteService):
             raise Evicted(f"worker {worker} is no member under incarnation {call.fields['incarnation']}: join first.")
         if self._expected:
             self._expected.discard(worker)
+        # A shard that has refused an order holds another model than the others. Nobody awaits its answer, so its error
+        # is raised in the next worker that calls.
         self.shard_calls.check_answered()
         return worker
 
@@ -389,56 +401,64 @@ class ClockService(RemoteService):
         self._expected.discard(worker)
         self._pins.unpin(worker)
         self._aborted.pop(worker, None)
+        # Its waits end before the policy decides: a decision must not answer a life that is over.
         for waiting in (self._asking, self._offering, self._watching):
             promise = waiting.pop(worker, None)
             if promise is not None:
                 promise.fail(Evicted(f"worker {worker} was taken off the clock: join again."))
         if self.policy is not None:
             self._carry_out(self.policy.finish(worker) if finished else self.policy.leave(worker))
+        # The policy may have closed a group with updates of this worker just now. Calls reach a shard in their order,
+        # and it has taken those when `leave` comes. What is in a group that is still open stays staged until it closes.
         keep = sorted(self._open.pop(worker, ()))
         self.shard_calls.send("leave", worker=worker, incarnation=incarnation, keep=keep)
 
-    # ---- verdicts of the policy
+    # ---- decisions of the policy
 
-    def _carry_out(self, verdicts: Sequence[Verdict], caller: int | None = None) -> Reply | None:
-        """Carry out `verdicts`; the reply to `caller` if one of them decides its call."""
+    def _carry_out(self, decisions: Sequence[Decision], caller: int | None = None) -> Reply | None:
+        """Carry out `decisions`; the reply to `caller` if one of them decides its call."""
         answer = None
-        for verdict in verdicts:
-            if isinstance(verdict, Close):
-                self._close(verdict)
+        # In order: a Start behind a Close names the version that this Close makes. The order to make it has left for
+        # the shards then, and a pull that overtakes it waits there until the version exists.
+        for decision in decisions:
+            if isinstance(decision, Close):
+                self._close(decision)
                 continue
-            if isinstance(verdict, Start):
-                reply, waiting = self._admit(verdict), self._asking
-            elif isinstance(verdict, End):
+            if isinstance(decision, Start):
+                reply, waiting = self._admit(decision), self._asking
+            elif isinstance(decision, End):
                 reply, waiting = Reply({"over": True}), self._asking
-            elif isinstance(verdict, Abort):
+            elif isinstance(decision, Abort):
                 self.refused += 1
-                self._aborted[verdict.worker] = verdict.version
-                reply, waiting = Reply({"version": verdict.version}), self._watching
-            elif isinstance(verdict, Accept):
-                reply, waiting = Reply({"group": verdict.group}), self._offering
+                self._aborted[decision.worker] = decision.version
+                reply, waiting = Reply({"version": decision.version}), self._watching
+            elif isinstance(decision, Accept):
+                reply, waiting = Reply({"group": decision.group}), self._offering
             else:
-                self.refused += verdict.worker not in self._aborted
-                reply, waiting = Reply({"group": None, "reason": verdict.reason}), self._offering
-            promise = waiting.pop(verdict.worker, None)
+                self.refused += decision.worker not in self._aborted
+                reply, waiting = Reply({"group": None, "reason": decision.reason}), self._offering
+            promise = waiting.pop(decision.worker, None)
             if promise is not None:
                 promise.resolve(reply)
-            elif verdict.worker == caller:
-                answer = reply
+            elif decision.worker == caller:
+                answer = reply  # decided while its call is being handled: there is no promise yet
+        # After the decisions, as a Start among them may have named the old floor and pinned it.
         if self.policy is not None:
             floor = self.policy.floor
             if floor != self._pins.floor:
                 self._pins.move_floor(floor)
         return answer
 
-    def _close(self, verdict: Close) -> None:
-        self._notes = [self._said.pop(member) for member in verdict.members if member in self._said]
-        for worker, seq in verdict.members:
+    def _close(self, decision: Close) -> None:
+        self._notes = [self._said.pop(member) for member in decision.members if member in self._said]
+        for worker, seq in decision.members:
             if worker in self._open:
                 self._open[worker].discard(seq)
+        # `drop` is taken after the advance, by which the version before may have lost its last pin. Versions let go in
+        # between travel with the next `close`: dropping late costs memory, dropping early costs a worker its pull.
         version, drop = self._pins.advance(), self._pins.take_unpinned()
         self.shard_calls.send(
-            "close", version=version, group=verdict.group, members=verdict.members, drop=drop, reduce=self.reduce
+            "close", version=version, group=decision.group, members=decision.members, drop=drop, reduce=self.reduce
         )
 
     # ---- checkpoints

@@ -1,9 +1,9 @@
 """Policies of admission: which worker may start, which updates count, and when a version is complete.
 
-A policy is a state machine. It is told events and returns verdicts; it has no input or output, no time and no
+A policy is a state machine. It is told events and returns decisions; it has no input or output, no time and no
 randomness, so that tests can try all orders of events.
 
-    event                      meaning                                       verdicts it may lead to
+    event                      meaning                                       decisions it may lead to
     join(worker)               a newcomer; it enters at the slowest clock    Start
     finish(worker)             it has done its work                          Close, Start, Accept, Refuse, End
     leave(worker)              it has failed, or was evicted                 Close, Start, Accept, Refuse
@@ -41,12 +41,12 @@ from dure.topology.parameter_server.admission import (
     Accept,
     Clocks,
     Close,
+    Decision,
     End,
     OpenGroup,
     Refuse,
     Roster,
     Start,
-    Verdict,
 )
 
 
@@ -63,31 +63,31 @@ class Barrier:
         self.version = 0
         self._staged: list[tuple[int, int]] = []
 
-    def join(self, worker: int) -> list[Verdict]:
+    def join(self, worker: int) -> list[Decision]:
         self._roster.join(worker)
         return []
 
-    def leave(self, worker: int) -> list[Verdict]:
+    def leave(self, worker: int) -> list[Decision]:
         self._roster.leave(worker)
         return self._close_if_complete()
 
     finish = leave
 
-    def ask(self, worker: int) -> list[Verdict]:
+    def ask(self, worker: int) -> list[Decision]:
         if self.clocks[worker] == self.version:
             return [Start(worker, self.version)]
         self._roster.waiting.append(worker)
         return []
 
-    def offer(self, worker: int, base: int) -> list[Verdict]:
+    def offer(self, worker: int, base: int) -> list[Decision]:
         return [Accept(worker, self.version)]
 
-    def staged(self, worker: int, group: int | None, seq: int) -> list[Verdict]:
+    def staged(self, worker: int, group: int | None, seq: int) -> list[Decision]:
         self._staged.append((worker, seq))
         self.clocks.advance(worker)
         return self._close_if_complete()
 
-    def _close_if_complete(self) -> list[Verdict]:
+    def _close_if_complete(self) -> list[Decision]:
         if self.clocks.minimum == self.version:
             return []
         close = Close(self.version, tuple(sorted(self._staged)))
@@ -130,11 +130,11 @@ class Bounded:
     def floor(self) -> int | None:
         return None if self.lead else self._snapshot
 
-    def join(self, worker: int) -> list[Verdict]:
+    def join(self, worker: int) -> list[Decision]:
         self.clocks.join(worker)
         return []
 
-    def leave(self, worker: int) -> list[Verdict]:
+    def leave(self, worker: int) -> list[Decision]:
         needed = self.clocks[worker] - self.lead
         if worker in self._waiting.get(needed, ()):
             self._waiting[needed].remove(worker)
@@ -144,27 +144,27 @@ class Bounded:
 
     finish = leave
 
-    def ask(self, worker: int) -> list[Verdict]:
+    def ask(self, worker: int) -> list[Decision]:
         needed = self.clocks[worker] - self.lead
         if self.clocks.minimum >= needed:
             return [self._start(worker)]
         self._waiting.setdefault(needed, []).append(worker)
         return []
 
-    def offer(self, worker: int, base: int) -> list[Verdict]:
+    def offer(self, worker: int, base: int) -> list[Decision]:
         return [Accept(worker, self.version)]
 
-    def staged(self, worker: int, group: int | None, seq: int) -> list[Verdict]:
+    def staged(self, worker: int, group: int | None, seq: int) -> list[Decision]:
         close = Close(self.version, ((worker, seq),))
         self.version += 1
         slowest = self.clocks.minimum
         self.clocks.advance(worker)
         return [close, *self._release(slowest)]
 
-    def _start(self, worker: int) -> Verdict:
+    def _start(self, worker: int) -> Decision:
         return Start(worker, self.version if self.lead else self._snapshot)
 
-    def _release(self, before: int) -> list[Verdict]:
+    def _release(self, before: int) -> list[Decision]:
         """Start the workers that waited for the slowest clock to move beyond `before`."""
         if self.clocks.minimum == before:
             return []
@@ -204,15 +204,15 @@ class FirstOf:
         self._accepted: set[int] = set()
         self._offering: list[int] = []
 
-    def join(self, worker: int) -> list[Verdict]:
+    def join(self, worker: int) -> list[Decision]:
         self.group.join(worker)
         return self._go_on()
 
-    def finish(self, worker: int) -> list[Verdict]:
+    def finish(self, worker: int) -> list[Decision]:
         self.group.finish()
         return self.leave(worker)
 
-    def leave(self, worker: int) -> list[Verdict]:
+    def leave(self, worker: int) -> list[Decision]:
         self.group.leave(worker)
         if worker in self._offering:
             self._offering.remove(worker)
@@ -220,13 +220,13 @@ class FirstOf:
         self._accepted.discard(worker)
         return self._go_on()
 
-    def ask(self, worker: int) -> list[Verdict]:
+    def ask(self, worker: int) -> list[Decision]:
         self._accepted.discard(worker)
         self._working.discard(worker)
         self._roster.waiting.append(worker)
         return self._go_on()
 
-    def offer(self, worker: int, base: int) -> list[Verdict]:
+    def offer(self, worker: int, base: int) -> list[Decision]:
         if worker in self._accepted:
             return [Accept(worker, self.version)]
         if base != self.version or worker in self.group.spent:
@@ -235,47 +235,47 @@ class FirstOf:
         self._offering.append(worker)
         return self._go_on()
 
-    def staged(self, worker: int, group: int | None, seq: int) -> list[Verdict]:
+    def staged(self, worker: int, group: int | None, seq: int) -> list[Decision]:
         self._accepted.discard(worker)
         self.group.add(worker, seq)
         if not self.group.distinct:
             self.clocks.advance(worker)
         return self._go_on()
 
-    def _go_on(self) -> list[Verdict]:
+    def _go_on(self) -> list[Decision]:
         """Give free places to offers, start workers if places are left, and close the group if it is complete."""
         if self.group.is_over:
             return self._end()
-        verdicts: list[Verdict] = []
+        decisions: list[Decision] = []
         while self._offering and self._has_room():
             worker = self._offering.pop(0)
             self._accepted.add(worker)
-            verdicts.append(Accept(worker, self.version))
+            decisions.append(Accept(worker, self.version))
         if self._has_room():
-            verdicts += self._start([worker for worker in self._roster.waiting if worker not in self.group.spent])
+            decisions += self._start([worker for worker in self._roster.waiting if worker not in self.group.spent])
         if self.group.members and not self._accepted and (self.group.has_all or not self._has_room()):
-            verdicts += self._close()
-        return verdicts
+            decisions += self._close()
+        return decisions
 
-    def _end(self) -> list[Verdict]:
+    def _end(self) -> list[Decision]:
         """End the work of all that wait; no further update counts."""
-        verdicts: list[Verdict] = [Refuse(worker, "too few workers are left.") for worker in self._offering]
-        verdicts += [End(worker) for worker in self._roster.release()]
+        decisions: list[Decision] = [Refuse(worker, "too few workers are left.") for worker in self._offering]
+        decisions += [End(worker) for worker in self._roster.release()]
         self._offering = []
-        return verdicts
+        return decisions
 
     def _has_room(self) -> bool:
         return len(self.group.members) + len(self._accepted) < self.group.size
 
-    def _start(self, workers: list[int]) -> list[Verdict]:
+    def _start(self, workers: list[int]) -> list[Decision]:
         self._roster.waiting = [worker for worker in self._roster.waiting if worker not in workers]
         self._working.update(workers)
         return [Start(worker, self.version) for worker in workers]
 
-    def _close(self) -> list[Verdict]:
-        verdicts: list[Verdict] = [self.group.close(self.version)]
-        verdicts += [Refuse(worker, f"version {self.version} is complete without it.") for worker in self._offering]
-        verdicts += [Abort(worker, self.version) for worker in sorted(self._working)]
+    def _close(self) -> list[Decision]:
+        decisions: list[Decision] = [self.group.close(self.version)]
+        decisions += [Refuse(worker, f"version {self.version} is complete without it.") for worker in self._offering]
+        decisions += [Abort(worker, self.version) for worker in sorted(self._working)]
         if self.group.distinct:
             self.clocks.advance_all()
         else:
@@ -283,7 +283,7 @@ class FirstOf:
                 self.clocks.advance(worker)
         self.version += 1
         self._offering, self._working = [], set()
-        return verdicts + self._start(sorted(self._roster.waiting))
+        return decisions + self._start(sorted(self._roster.waiting))
 
     def state(self) -> dict[str, Any]:
         return {"version": self.version, **self.group.state()}
@@ -310,33 +310,33 @@ class AnyOf:
         self.group = OpenGroup(self._roster, quorum, distinct=distinct)
         self.version = 0
 
-    def join(self, worker: int) -> list[Verdict]:
+    def join(self, worker: int) -> list[Decision]:
         self.group.join(worker)
         return []
 
-    def finish(self, worker: int) -> list[Verdict]:
+    def finish(self, worker: int) -> list[Decision]:
         self.group.finish()
         return self.leave(worker)
 
-    def leave(self, worker: int) -> list[Verdict]:
+    def leave(self, worker: int) -> list[Decision]:
         self.group.leave(worker)
         return self._close_if_complete()
 
-    def ask(self, worker: int) -> list[Verdict]:
+    def ask(self, worker: int) -> list[Decision]:
         if worker not in self.group.spent and not self.group.is_over:
             return [Start(worker, self.version)]
         self._roster.waiting.append(worker)
         return self._close_if_complete()
 
-    def offer(self, worker: int, base: int) -> list[Verdict]:
+    def offer(self, worker: int, base: int) -> list[Decision]:
         return [Accept(worker, self.version)]
 
-    def staged(self, worker: int, group: int | None, seq: int) -> list[Verdict]:
+    def staged(self, worker: int, group: int | None, seq: int) -> list[Decision]:
         self.clocks.advance(worker)
         self.group.add(worker, seq)
         return self._close_if_complete()
 
-    def _close_if_complete(self) -> list[Verdict]:
+    def _close_if_complete(self) -> list[Decision]:
         group = self.group
         if group.is_over:
             return [End(worker) for worker in self._roster.release()]
@@ -370,11 +370,11 @@ class OneFirst:
         self.version = 0
         self._ahead: int | None = None
 
-    def join(self, worker: int) -> list[Verdict]:
+    def join(self, worker: int) -> list[Decision]:
         self._roster.join(worker)
         return []
 
-    def leave(self, worker: int) -> list[Verdict]:
+    def leave(self, worker: int) -> list[Decision]:
         self._roster.leave(worker)
         if worker != self._ahead:
             return []
@@ -384,7 +384,7 @@ class OneFirst:
 
     finish = leave
 
-    def ask(self, worker: int) -> list[Verdict]:
+    def ask(self, worker: int) -> list[Decision]:
         if self.version == 0 and self._ahead is None:
             self._ahead = worker
         if self.version or self._ahead == worker:
@@ -392,11 +392,11 @@ class OneFirst:
         self._roster.waiting.append(worker)
         return []
 
-    def offer(self, worker: int, base: int) -> list[Verdict]:
+    def offer(self, worker: int, base: int) -> list[Decision]:
         self.version = 1
         return [Accept(worker, 0), *(Start(each, 1) for each in self._roster.release())]
 
-    def staged(self, worker: int, group: int | None, seq: int) -> list[Verdict]:
+    def staged(self, worker: int, group: int | None, seq: int) -> list[Decision]:
         return []
 
     def state(self) -> dict[str, Any]:

@@ -254,6 +254,8 @@ class Shard(RemoteService):
         return self._acknowledge_in_turn(call)
 
     async def _apply_on_arrival(self, call: Call) -> Reply:
+        # An update in one piece is applied from where it was received, and its caller waits for that; one in several
+        # pieces is made one first, and corrections change the gradient in place, which must not be the caller's memory.
         fields, corrections, turns = call.fields, self.corrections, self.updater.turns
         copied = None if len(call.tensors) == 1 and corrections is None else self.staging.copy(call.tensors)
         if corrections is not None:
@@ -385,9 +387,10 @@ class ClockedShard(RemoteService):
     @carrying(lambda service: service._shard.expects("push"))
     async def _push(self, call: Call) -> Reply:
         """A shard's `push` and a clock's `staged`: the version, once counted."""
+        # The clock hears of the update only once the shard has it: what is refused here is in no group.
         staging = self._shard.push(call)
         reply = staging if isinstance(staging, Reply) else await staging
-        call.release()
+        call.release()  # before a wait that others end: their updates need the memory that this one came in
         self._clock.staged(call)
         return reply
 
@@ -400,6 +403,7 @@ class ClockedShard(RemoteService):
         if "over" in admitted:
             raise WorkOver(f"no step is left for worker {fields['worker']}: too few workers are left to go on.")
         held = self._now() - asked
+        # Admitted on a version whose `close` is in its turn at this shard: the pull waits until it is applied.
         asked_for = Call(call.caller, call.method, {**fields, "version": admitted["version"]}, ())
         pulling = self._shard.follow(asked_for) if "has" in fields else self._shard.pull(asked_for)
         pulled = pulling if isinstance(pulling, Reply) else await pulling

@@ -71,9 +71,10 @@ class StagingArea:
         """Whether an update has not arrived before. Raises `Refused` for one that must not count."""
         worker, seq = fields["worker"], fields["seq"]
         try:
+            # Checked before its number is taken: a bad update that is sent again is refused again, not acknowledged.
             _check(worker, seq, fields["weight"], tensors, fields.get("exponent", 0.0))
             new = self.sequences.first_time(worker, fields["incarnation"], seq)
-        except Evicted:
+        except Evicted:  # of a past life: it says nothing about the worker's present one
             self.refused += 1
             raise
         except Refused:
@@ -91,6 +92,7 @@ class StagingArea:
         in_a_row = before + 1 if known == incarnation else 1
         self._refused_in_a_row[worker] = incarnation, in_a_row
         if in_a_row == MOST_REFUSED:
+            # The next push of this life is `Evicted`: the worker joins, and goes on from the servers' model.
             del self._refused_in_a_row[worker]
             self.sequences.fence(worker, incarnation + 1)
 
@@ -165,6 +167,8 @@ class StagingArea:
     def withdraw(self, call: Call) -> Reply:
         """Forget a staged update that another shard has refused."""
         fields = call.fields
+        # Its number stays taken: a delayed repetition of this update is acknowledged and not staged, as its worker has
+        # gone on. A past life withdraws nothing: its numbers may be those of the present one.
         self.sequences.check(fields["worker"], fields["incarnation"])
         self._forget((fields["worker"], fields["seq"]))
         return Reply()
@@ -174,6 +178,7 @@ class StagingArea:
         worker, keep = call.fields["worker"], set(call.fields["keep"])
         for key in [key for key in self._staged if key[0] == worker and key[1] not in keep]:
             self._forget(key)
+        # The clock has decided what of this life counts. What is still on its way is refused from now on.
         self.sequences.fence(worker, call.fields["incarnation"] + 1)
         if self._corrections is not None:
             self._corrections.leave(worker, call.fields["incarnation"])
@@ -270,6 +275,7 @@ class Corrections:
         if buffer in reader.buffers:
             return
         buffer.holders += 1
+        # Of the versions that no push was computed on, one may be in use and one fetched ahead; the older were skipped.
         unused = [each for each in reader.buffers if each.version > reader.used]
         self._keep(reader, [*unused[-1:], buffer])
 
@@ -281,7 +287,7 @@ class Corrections:
         reader.used = max(reader.used, base)
         found = next((each for each in reversed(reader.buffers) if each.version == base), None)
         if found is not None:
-            found.holders += 1
+            found.holders += 1  # the reader may let it go before the update is applied
             self._bases[worker, seq] = found
         self._keep(reader, [each for each in reader.buffers if each.version >= base])
 
@@ -290,6 +296,7 @@ class Corrections:
         base = self._bases.pop((worker, seq), None)
         if base is not None:
             base.release()
+        # A worker that has left is forgotten with its last update, which may still need what is kept for it.
         if self.compares and worker not in self._readers:
             self._forget(worker)
 
@@ -328,7 +335,7 @@ class Corrections:
             return
         for worker, seq, staleness, gradient in members:
             base = self._bases.get((worker, seq))
-            for low in range(0, gradient.numel(), BLOCK):
+            for low in range(0, gradient.numel(), BLOCK):  # in the cache from one correction to the next
                 cut = slice(low, low + BLOCK)
                 read = None if base is None else base.tensor[cut]
                 update = Update(worker, staleness, gradient[cut], values[cut], read, self._keeper(values, cut))

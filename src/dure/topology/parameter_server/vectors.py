@@ -86,9 +86,10 @@ class Vectors:
     def stage(self, call: Call) -> Reply:
         """Keep what a worker brings for a command to use."""
         worker, incarnation, seq = (call.fields[name] for name in ("worker", "incarnation", "seq"))
+        # The coordinator has given this life's portions to others. What it sent before its end may come after that.
         if incarnation < self._fences.get(worker, 0):
             raise Evicted(f"incarnation {incarnation} of worker {worker} is over: join again.")
-        if (worker, incarnation, seq) not in self._staged:
+        if (worker, incarnation, seq) not in self._staged:  # else the call is repeated
             self._staged[worker, incarnation, seq] = self._staging.received(call)
         return Reply()
 
@@ -123,7 +124,7 @@ class Vectors:
             raise Refused(f'there is no command "{name}"; there are {", ".join(self._commands)}.')
         if name == "accumulate":
             return name, (arguments[0], self._take(*arguments[1:]))
-        if name in ("drop", "fence"):
+        if name in ("drop", "fence"):  # at once, not in turn: commands in the queue have taken what they add
             (self._drop if name == "drop" else self._fence)(*arguments)
             return name, ()
         return name, arguments
@@ -165,7 +166,7 @@ class Vectors:
     def _own(self, name: str) -> torch.Tensor:
         """The vector called `name`, to be changed in place: a copy if anybody else looks at it."""
         buffer = self._buffer(name)
-        if buffer.holders > 1:
+        if buffer.holders > 1:  # another name, a version of the model, or a reply on its way
             self._fill(name, lambda tensor: tensor.copy_(buffer.tensor))
         return self[name]
 

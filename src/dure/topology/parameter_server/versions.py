@@ -160,8 +160,9 @@ class Versions:
         self.current = fresh
         if keep:
             self._kept[old.version] = old
-        elif old is not fresh:
+        elif old is not fresh:  # not where the step was made in place
             old.release()
+        # Those who asked for this version before it existed: each holds it until its reply is sent.
         for promise in self._awaited.pop(fresh.version, ()):
             promise.resolve(fresh.lease())
 
@@ -206,6 +207,8 @@ class Versions:
 
         `lives` counts the restarts of this shard in its run.
         """
+        # Workers have seen versions that this shard lost with its memory. A version must never stand for other values
+        # than before the restart, so the count goes on in a range of numbers that no earlier life has used.
         version = self.current.version
         self._restarted_at = (version // GENERATION + lives) * GENERATION + version % GENERATION
         self.current.publish(self._restarted_at)
@@ -303,4 +306,5 @@ class Pins:
         for version in (newest, floor):
             if version is not None:
                 self._hold(version)
+        # Nobody works after a restore, so no worker has a pin. The shards were restored with what was known.
         self._unpinned = [version for version in known if version not in self._holds]
