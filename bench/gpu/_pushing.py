@@ -1,4 +1,4 @@
-"""A node with a lane, and a server in another process that takes its messages and forgets them."""
+"""A node of a device replica, and a server in another process that takes its messages and forgets them."""
 
 from __future__ import annotations
 

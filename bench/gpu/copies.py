@@ -4,7 +4,7 @@
 
 6  Two ranks train under BSP over a ring of messages. PyTorch's profiler gives the spans of the copies to the host and
    those of the kernels on the stream of the backward.
-7  A tensor is copied to a buffer of the lane's pool and to ordinary memory, in turn.
+7  A tensor is copied to a buffer of pinned memory's pool and to ordinary memory, in turn.
 8  A gradient is pushed to a server, as signs and as float32; every copy from the device to the host is counted.
 """
 
@@ -89,10 +89,10 @@ def overlapped(copies: Sequence[Span], kernels: Sequence[Span]) -> float:
 def pinned(setting: Setting) -> Iterator[Finding]:
     nbytes = setting.size(1 << 26, 1 << 10)
     values = torch.ones(nbytes, dtype=torch.uint8, device=target.of_rank(0))
-    lane = PinnedPool().take("check", nbytes)
-    assert lane is not None
+    buffer = PinnedPool().take("check", nbytes)
+    assert buffer is not None
     pageable = torch.ones(nbytes, dtype=torch.uint8)
-    ratio = in_pairs(lambda: pageable.copy_(values), lambda: lane[:nbytes].copy_(values, non_blocking=True), setting)
+    ratio = in_pairs(lambda: pageable.copy_(values), lambda: buffer[:nbytes].copy_(values, non_blocking=True), setting)
     what = f"seconds of a copy of {nbytes} B to ordinary memory over those to pinned memory"
     yield Finding(what, str(ratio), f"at least {FASTER:g}", ratio.median >= FASTER)
 

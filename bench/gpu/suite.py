@@ -29,7 +29,7 @@ from _training import WithAttach
 from torch.cuda._sanitizer import CUDASanitizerErrors, cuda_sanitizer
 
 from dure.errors import PeerLost
-from dure.runtime.process.transfers import LaneMessage
+from dure.runtime.process.transfers import DeviceMessage
 
 SANITIZER = "TORCH_CUDA_SANITIZER"
 STRATEGIES = ("bsp ps", "averaging:period=2 ps", "ssp:bound=3 ps", "bsp collective:algorithm=ring")
@@ -106,15 +106,15 @@ def reports_of(rank: int, setting: Setting, strategy: str) -> str | None:
 
 def _wait_for_events_that_have_come() -> None:
     """Let the sanitizer know of each copy to pinned memory that the host has seen to be complete."""
-    ask = LaneMessage.may_leave
+    ask = DeviceMessage.may_leave
 
-    def may_leave(message: LaneMessage) -> bool:
+    def may_leave(message: DeviceMessage) -> bool:
         came = ask(message)
         if came and message.copied is not None:
             message.copied.synchronize()
         return came
 
-    LaneMessage.may_leave = may_leave  # type: ignore[method-assign]
+    DeviceMessage.may_leave = may_leave  # type: ignore[method-assign]
 
 
 def _shown(outcomes: Counter[str]) -> str:

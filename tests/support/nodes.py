@@ -122,7 +122,7 @@ class TestNode:
         self.world.services[address] = service
         return address
 
-    def beside(self, *values: torch.Tensor) -> AbstractContextManager[None]:
+    def overlapped(self, *values: torch.Tensor) -> AbstractContextManager[None]:
         return nullcontext()
 
     def room_like(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -143,7 +143,7 @@ class PostNode:
     def promise(self, label: str) -> Operation[Any]:
         return Operation(self.post, label)
 
-    def beside(self, *values: torch.Tensor) -> AbstractContextManager[None]:
+    def overlapped(self, *values: torch.Tensor) -> AbstractContextManager[None]:
         return nullcontext()
 
     def room_like(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -35,7 +35,7 @@ class Instant:
     def promise(self, label: str) -> Operation[Any]:
         return Operation(self.loop, label)
 
-    def beside(self, *values: torch.Tensor) -> AbstractContextManager[None]:
+    def overlapped(self, *values: torch.Tensor) -> AbstractContextManager[None]:
         return nullcontext()
 
     def room_like(self, tensor: torch.Tensor) -> torch.Tensor:

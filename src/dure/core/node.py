@@ -327,8 +327,8 @@ class Node(Protocol):
 
     def borrows(self, peer: str, nbytes: int) -> bool: ...
 
-    def beside(self, *values: torch.Tensor) -> AbstractContextManager[None]:
-        """While open, operations on a device run beside those of the caller's stream, after those so far.
+    def overlapped(self, *values: torch.Tensor) -> AbstractContextManager[None]:
+        """While open, operations on a device overlap those of the caller's stream, after those so far.
 
         They may read `values`; their results are for messages.
         """

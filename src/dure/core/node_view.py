@@ -76,8 +76,8 @@ class NodeView:
     def borrows(self, peer: str, nbytes: int) -> bool:
         return self.real.borrows(self.names.outside(peer), nbytes)
 
-    def beside(self, *values: torch.Tensor) -> AbstractContextManager[None]:
-        return self.real.beside(*values)
+    def overlapped(self, *values: torch.Tensor) -> AbstractContextManager[None]:
+        return self.real.overlapped(*values)
 
     def compute(self, work: Work) -> Operation[Any]:
         return self.real.compute(work)

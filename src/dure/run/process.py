@@ -348,7 +348,7 @@ class WorkerProcess(RunProcess):
         await lifecycle.leave(worker)
         seconds = node.now()
         await self.snapshots.settled()
-        await node.given_to_wire()
+        await node.sent_to_wire()
         counts = self._counts()
         await self._send_spans()
         if worker.sessions.rows is not None and worker.rank == 0:
@@ -438,7 +438,7 @@ class WorkerProcess(RunProcess):
 
     async def _checkpoint(self) -> None:
         reply = await self.node.call(DRIVER_ADDRESS, "suspended", step=self.next_checkpoint)
-        await self.node.given_to_wire()
+        await self.node.sent_to_wire()
         state = lifecycle.state(self.worker)
         state.plain |= {"counted": self._counts(), **self._metered()}
         problem = None

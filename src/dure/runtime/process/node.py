@@ -25,7 +25,7 @@ from dure.core.protocol import COUNT, Method, RemoteService, check, remote
 from dure.core.text import log
 from dure.errors import DureError, GreetingLost, Refused, RemoteError
 from dure.job.gradient import GradientWork
-from dure.runtime.process.transfers import lane_of
+from dure.runtime.process.transfers import transfers_of
 from dure.runtime.wire import Credentials, Identity, Loss, OnDone, Request, Respond, Wire, WireLimits
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class ProcessNode:
         self._hosting = Hosting(self)
         self.wire = Wire(identity, self._hosting, limits=limits, credentials=credentials)
         self.loop.wire = self.wire
-        self.lane = lane_of(device, self.loop.poll)
+        self.transfers = transfers_of(device, self.loop.poll)
         self._connector = Connector(self.name, self.loop, self.directory)
         self._outbox = Outbox(self)
         self.serve("outbox", self._outbox)
@@ -99,9 +99,9 @@ class ProcessNode:
     def incarnation(self) -> int:
         return self.identity.incarnation
 
-    async def given_to_wire(self) -> None:
+    async def sent_to_wire(self) -> None:
         """Once the wire has all messages so far, and counts them."""
-        while self.lane is not None and self.lane.busy:
+        while self.transfers is not None and self.transfers.busy:
             await self.sleep(0.0)
 
     def begin(self, seconds: float = 0.0) -> None:
@@ -150,8 +150,8 @@ class ProcessNode:
                 operation.resolve(answer)
 
         request = Request(service.service, method, tensors, into, fields, timeout or CALL_SECONDS, at_most)
-        if self.lane is not None:
-            self.lane.carry(operation, service.node, request, partial(self._send, operation, service.node), done)
+        if self.transfers is not None:
+            self.transfers.carry(operation, service.node, request, partial(self._send, operation, service.node), done)
         elif self.wire.connected(service.node):  # the most frequent case; `_send` does the same
             operation.on_cancel = self.wire.call(service.node, request, done).cancel
         else:
@@ -213,10 +213,10 @@ class ProcessNode:
         return self.wire.room_like(tensor)
 
     def borrows(self, peer: str, nbytes: int) -> bool:
-        return self.lane is None and self.wire.borrows(peer, nbytes)
+        return self.transfers is None and self.wire.borrows(peer, nbytes)
 
-    def beside(self, *values: torch.Tensor) -> AbstractContextManager[None]:
-        return nullcontext() if self.lane is None else self.lane.beside(*values)
+    def overlapped(self, *values: torch.Tensor) -> AbstractContextManager[None]:
+        return nullcontext() if self.transfers is None else self.transfers.overlapped(*values)
 
 
 class Hosting:
@@ -248,12 +248,12 @@ class Hosting:
         except Exception as error:  # noqa: BLE001  (a defect of the check: logged, and answered)
             respond(self._failed(service, call, error))
             return
-        lane = self._node.lane
-        if lane is None:
+        transfers = self._node.transfers
+        if transfers is None:
             self._handle(service, call, respond, isolated=True)
         else:
-            call = replace(call, tensors=lane.received(call.tensors))
-            self._handle(service, call, lane.answering(call, respond), isolated=True)
+            call = replace(call, tensors=transfers.received(call.tensors))
+            self._handle(service, call, transfers.answering(call, respond), isolated=True)
 
     def lost(self, loss: Loss) -> None:
         node = self._node

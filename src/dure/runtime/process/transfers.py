@@ -1,4 +1,4 @@
-"""The lane of a device replica: its messages pass through pinned memory, on streams beside the computation.
+"""The transfer queues of a device replica: its messages pass through pinned memory, on streams beside the computation.
 
     call    caller's stream: gradient ──event──┐
             side stream:                 waits ┴─ encodes ─ copies to pinned memory ──event──┐
@@ -47,7 +47,7 @@ Send = Callable[["Request", Done], None]
 
 
 @dataclass(slots=True, eq=False)
-class LaneMessage:
+class DeviceMessage:
     """A message on its way to the wire, in the queue of its `key`.
 
     `computed`: on the caller's stream, `tensors` hold their values and `into`, the memory for a reply, is free.
@@ -59,7 +59,7 @@ class LaneMessage:
     tensors: Tensors
     into: Tensors
     computed: torch.Event
-    leave: Callable[[LaneMessage], None]
+    leave: Callable[[DeviceMessage], None]
     ready: bool = False
     copied: torch.Event | None = None
     outgoing: torch.Tensor | None = None
@@ -76,13 +76,13 @@ class LaneMessage:
         return self.ready
 
 
-class _Queue(deque[LaneMessage]):
+class _Queue(deque[DeviceMessage]):
     """Messages of one key that have not left yet. `polled`: the loop asks for the event of the first."""
 
     polled = False
 
 
-class Lane:
+class DeviceTransfers:
     """The transfers of one replica between its `device` and the wire of its process.
 
     `poll` gets functions that the process's loop calls again and again, for as long as they return True.
@@ -100,7 +100,7 @@ class Lane:
     # ---- streams
 
     @contextmanager
-    def beside(self, *values: torch.Tensor) -> Iterator[None]:
+    def overlapped(self, *values: torch.Tensor) -> Iterator[None]:
         """While open, put operations on the side stream, after those in the caller's stream so far.
 
         They may read `values`. Results are for messages alone, which are copied on the same stream.
@@ -130,7 +130,7 @@ class Lane:
             send(request, done)
             return
 
-        def leave(message: LaneMessage) -> None:
+        def leave(message: DeviceMessage) -> None:
             if operation.done:  # it was cancelled
                 self._release(message)
                 return
@@ -138,7 +138,7 @@ class Lane:
             on_host = replace(request, tensors=cut(message.outgoing, message.tensors), into=room)
             send(on_host, lambda answer: done(self._arrived(message, answer)))
 
-        message = LaneMessage(key, tensors, into or (), self._here().record_event(), leave)
+        message = DeviceMessage(key, tensors, into or (), self._here().record_event(), leave)
         operation.when_done(lambda: self._release(message))
         self._enqueue(message)
 
@@ -156,12 +156,12 @@ class Lane:
     def _answer(self, caller: str, reply: Reply, respond: Done) -> None:
         """Answer a call of `caller`; the tensors of the reply are copied to pinned memory first."""
 
-        def leave(message: LaneMessage) -> None:
+        def leave(message: DeviceMessage) -> None:
             reply.release()
             sent = cut(message.outgoing, message.tensors)
             respond(Reply(reply.fields, sent, release=lambda: self._release(message)))
 
-        self._enqueue(LaneMessage(f"answers to {caller}", reply.tensors, (), self._here().record_event(), leave))
+        self._enqueue(DeviceMessage(f"answers to {caller}", reply.tensors, (), self._here().record_event(), leave))
 
     def received(self, tensors: Tensors) -> Tensors:
         """The tensors of a call of another process, on the device. Their memory on the host is free afterwards."""
@@ -178,7 +178,7 @@ class Lane:
         """Whether messages wait for their copies to pinned memory."""
         return any(self._queues.values())
 
-    def _enqueue(self, message: LaneMessage) -> None:
+    def _enqueue(self, message: DeviceMessage) -> None:
         self._queues.setdefault(message.key, _Queue()).append(message)
         self._advance(message.key)
 
@@ -194,7 +194,7 @@ class Lane:
         if not queue.polled and self._send_copied(queue):
             self._poll(lambda: self._send_copied(queue))
 
-    def _take_buffers(self, message: LaneMessage) -> bool:
+    def _take_buffers(self, message: DeviceMessage) -> bool:
         """Take the pinned memory of a message and its reply; False if it is in use."""
         outgoing, incoming = aligned_nbytes(message.tensors), aligned_nbytes(message.into)
         if outgoing:
@@ -208,7 +208,7 @@ class Lane:
                 return False
         return True
 
-    def _start_copy(self, message: LaneMessage) -> None:
+    def _start_copy(self, message: DeviceMessage) -> None:
         if message.outgoing is None:
             message.ready = True
             return
@@ -230,7 +230,7 @@ class Lane:
         queue.polled = bool(queue) and queue[0].begun
         return queue.polled
 
-    def _arrived(self, message: LaneMessage, answer: Reply | RemoteError) -> Reply | RemoteError:
+    def _arrived(self, message: DeviceMessage, answer: Reply | RemoteError) -> Reply | RemoteError:
         """Start to copy the tensors of a reply to the device. The caller's stream waits for them, the host does not."""
         buffer = message.incoming
         if not isinstance(answer, Reply):
@@ -250,18 +250,18 @@ class Lane:
         self._poll(lambda: not (copied.query() and self._free(message, buffer)))
         return Reply(answer.fields, message.into)
 
-    def _free(self, message: LaneMessage, buffer: torch.Tensor) -> bool:
+    def _free(self, message: DeviceMessage, buffer: torch.Tensor) -> bool:
         """Return the memory of a reply that has been copied."""
         self.pool.give_back(f"replies to {message.key}", buffer)
         self._advance(message.key)
         return True
 
-    def _release(self, message: LaneMessage) -> None:
+    def _release(self, message: DeviceMessage) -> None:
         """Return the memory of a message that the wire does not need any more."""
         self._return(message)
         self._advance(message.key)
 
-    def _return(self, message: LaneMessage) -> None:
+    def _return(self, message: DeviceMessage) -> None:
         if message.outgoing is not None:
             self.pool.give_back(message.key, message.outgoing)
             message.outgoing = None
@@ -274,12 +274,12 @@ def _on_device(tensors: Tensors) -> bool:
     return any(not tensor.is_cpu for tensor in tensors)
 
 
-def lane_of(device: torch.device | str, poll: Poll) -> Lane | None:
-    """The lane of a replica on `device`; None on the CPU, where the wire reads and writes tensors themselves."""
+def transfers_of(device: torch.device | str, poll: Poll) -> DeviceTransfers | None:
+    """The transfers of a replica on `device`; None on the CPU, where the wire reads and writes tensors themselves."""
     device = torch.device(device)
     if device.type == "cpu":
         return None
-    return Lane(device, poll)
+    return DeviceTransfers(device, poll)
 
 
 class PinnedPool:

@@ -171,7 +171,7 @@ class VirtualNode:
     def borrows(self, peer: str, nbytes: int) -> bool:
         return True
 
-    def beside(self, *values: torch.Tensor) -> AbstractContextManager[None]:
+    def overlapped(self, *values: torch.Tensor) -> AbstractContextManager[None]:
         return nullcontext()
 
     def send(self, peer: str, tensor: torch.Tensor, *, tag: int = 0) -> Operation[None]:

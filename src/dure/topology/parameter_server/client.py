@@ -475,7 +475,7 @@ class ServerClient:
     async def _encoded(self, update: torch.Tensor) -> Sequence[Sequence[torch.Tensor]]:
         """Messages of `update`, by shard. Encoded once for all attempts, as a residual changes here."""
         await self.node.compute(taking(*(CodecWork("encode", coder.numel) for coder in self.coders)))
-        with self.node.beside(update):
+        with self.node.overlapped(update):
             slices = (self._gathered(update, ranges) for ranges in self.servers.ranges)
             return [[coder.encode(part)] for coder, part in zip(self.coders, slices, strict=True)]
 

@@ -1,11 +1,11 @@
-"""The lane of a device replica: correct programs pass, and each planted fault of synchronization is caught."""
+"""The transfers of a device replica: correct programs pass, and each planted fault of synchronization is caught."""
 
 import re
 from pathlib import Path
 
 import pytest
 from accelerator import target
-from accelerator.lane_programs import PROGRAMS
+from accelerator.transfer_programs import PROGRAMS
 
 HERE = Path(__file__).parent
 pytestmark = [pytest.mark.xdist_group("accelerator"), pytest.mark.timeout(600)]  # the first test compiles
@@ -27,11 +27,11 @@ CAUGHT = {
 @pytest.fixture(scope="module")
 def outcomes():
     """Outcomes of each program, by fault."""
-    return dict(target.results("lane_programs"))
+    return dict(target.results("transfer_programs"))
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_the_lane_carries_messages(outcomes, name):
+def test_transfers_carry_messages(outcomes, name):
     assert outcomes[name][""] == "right"
 
 

@@ -1,8 +1,8 @@
-"""Programs for the lane of a device replica: two nodes of one process, of which one has a device.
+"""Programs for the transfers of a device replica: two nodes of one process, of which one has a device.
 
-    python -m accelerator.lane_programs [NAME ...]      one line of JSON per program: name, then an outcome per fault
+    python -m accelerator.transfer_programs [NAME ...]  one line of JSON per program: name, then an outcome per fault
 
-A program has a correct form, whose fault is "", and forms with one fault each, which is planted in the lane. Those run
+A program has a correct form, whose fault is "", and forms with one fault each, which is planted there. Those run
 on the stand-in alone.
 """
 
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from dure.core.node import Address, Call, Reply, TensorSpec, nothing
 from dure.runtime.process.node import ProcessNode
-from dure.runtime.process.transfers import ALIGNMENT, SLOTS, Lane
+from dure.runtime.process.transfers import ALIGNMENT, SLOTS, DeviceTransfers
 from dure.runtime.wire import Identity, WireLimits
 
 NUMEL = 16
@@ -85,9 +85,9 @@ class Two:
         self.add(torch.zeros(numel, device=self.device))()  # both have greeted each other
 
     @property
-    def lane(self) -> Lane:
-        assert self.worker.lane is not None
-        return self.worker.lane
+    def transfers(self) -> DeviceTransfers:
+        assert self.worker.transfers is not None
+        return self.worker.transfers
 
     def add(self, values: Tensor, into: Tensor | None = None) -> Callable[[], Reply]:
         """Starts a call; returns what waits for its end."""
@@ -131,12 +131,12 @@ class Early:
 def a_call_carries_what_the_stream_computes(fault):
     two = Two()
     if fault == "event_left_out":
-        two.lane._side = Deaf(two.device)
+        two.transfers._side = Deaf(two.device)
     if fault == "wait_on_another_stream":
-        two.lane._here = lambda: two.lane._side
+        two.transfers._here = lambda: two.transfers._side
     if fault == "event_not_asked_for":
-        start = two.lane._start_copy
-        two.lane._start_copy = lambda message: (start(message), setattr(message, "copied", Early()))
+        start = two.transfers._start_copy
+        two.transfers._start_copy = lambda message: (start(message), setattr(message, "copied", Early()))
     two.store.hold = True
     two.add(values().to(two.device) * 3)
     two.until_given(2)
@@ -148,10 +148,10 @@ def a_reply_is_there_when_the_stream_reads_it(fault):
     two = Two()
     into = torch.empty(NUMEL, device=two.device)
     if fault == "wait_on_another_stream":
-        two.lane._here = lambda: two.lane._arrival
+        two.transfers._here = lambda: two.transfers._arrival
     if fault == "event_left_out":
         here = Deaf(two.device)
-        two.lane._here = lambda: here
+        two.transfers._here = lambda: here
     two.add(values().to(two.device), into)()
     return (into * 2).cpu(), values(2)
 
@@ -161,7 +161,7 @@ def a_reply_waits_for_the_readers_of_its_memory(fault):
     two = Two()
     two.store.sum = values(5)
     if fault:
-        two.lane._arrival = Deaf(two.device)
+        two.transfers._arrival = Deaf(two.device)
     room = values().to(two.device)
     read = room * 2
     calling = two.worker.call(Address("server 0", "store"), "look", into=[room])
@@ -178,8 +178,8 @@ def a_tensor_may_be_dropped_once_it_is_sent(fault):
     two.store.hold = True
     two.add(sent)
     two.until_given(1)
-    for message in two.lane._queues["calls of server 0"]:  # on a GPU it may have left
-        message.tensors = [torch.empty(NUMEL)]  # the lane itself keeps them longer
+    for message in two.transfers._queues["calls of server 0"]:  # on a GPU it may have left
+        message.tensors = [torch.empty(NUMEL)]  # the transfers themselves keep them longer
     del sent
     gc.collect()
     again = torch.full((NUMEL,), 7.0, device=two.device)
@@ -192,8 +192,11 @@ def a_buffer_is_used_again_once_its_call_is_over(fault):
     """Four calls at a time, of which two wait for a buffer; they are larger than the memory of a socket."""
     two = Two(BIG)
     if fault:
-        start = two.lane._start_copy
-        two.lane._start_copy = lambda message: (start(message), two.lane.pool.give_back(message.key, message.outgoing))
+        start = two.transfers._start_copy
+        two.transfers._start_copy = lambda message: (
+            start(message),
+            two.transfers.pool.give_back(message.key, message.outgoing),
+        )
     store = Address("server 0", "store")
     sent = [torch.full((BIG,), number, device=two.device) for number in (1.0, 2.0, 3.0, 4.0)]
     calls = [two.worker.call(store, "keep", each) for each in sent]
@@ -208,7 +211,7 @@ def a_buffer_is_used_again_once_its_call_is_over(fault):
 def the_memory_of_a_reply_is_kept_until_it_is_copied(fault):
     two = Two()
     if fault:
-        arrived = two.lane._arrived
+        arrived = two.transfers._arrived
 
         def early(message, answer):
             buffer = message.incoming
@@ -216,7 +219,7 @@ def the_memory_of_a_reply_is_kept_until_it_is_copied(fault):
             buffer.fill_(9)  # as the next reply would
             return result
 
-        two.lane._arrived = early
+        two.transfers._arrived = early
     first, second = (torch.empty(NUMEL, device=two.device) for _ in range(2))
     two.add(values(1).to(two.device), first)()
     two.add(values(1).to(two.device), second)()
@@ -273,7 +276,7 @@ def pinned_memory_stays_as_it_is(fault):
     sizes = []
     for number in range(200):
         two.add(values(number).to(two.device))()
-        sizes.append(two.lane.pool.nbytes)
+        sizes.append(two.transfers.pool.nbytes)
     assert max(sizes) <= 2 * SLOTS * ALIGNMENT
     return torch.tensor(sizes[100:]), torch.full((100,), sizes[100])
 
@@ -283,7 +286,7 @@ def a_service_with_a_device_is_called(fault):
     """Tensors of an incoming call are on the device, and so are those of its reply."""
     two = Two()
     if fault:
-        two.lane._side = Deaf(two.device)
+        two.transfers._side = Deaf(two.device)
     into = torch.empty(NUMEL)
     address = Address("worker 0", "store")
     for number in (1.0, 2.0):
@@ -310,9 +313,9 @@ def work_beside_the_stream_is_sent(fault):
     """A message is encoded on the side stream, while the caller's stream goes on."""
     two = Two()
     if fault:
-        two.lane._side = Deaf(two.device)
+        two.transfers._side = Deaf(two.device)
     gradient = values().to(two.device) * 2
-    with two.worker.beside(gradient):
+    with two.worker.overlapped(gradient):
         message = gradient * 3
     wait = two.add(message)
     busy = values().to(two.device).sum()
