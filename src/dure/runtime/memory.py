@@ -110,7 +110,7 @@ class MappedMemory:
     def __init__(self, nbytes: int) -> None:
         if sys.platform != "linux":
             raise DureError("processes share memory under Linux only. Train in virtual time, or over ps.")
-        there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        there = physical_memory()
         if nbytes > there:  # the system would grant them, and kill a process that writes to missing pages
             raise DureError(f"{nbytes:,} bytes of memory to share are more than this machine has, {there:,}.")
         self._file = os.memfd_create("dure", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

@@ -253,17 +253,6 @@ class Network:
         i = self.node(node)
         return NetworkCounters(self.bytes_sent[i], self.bytes_received[i], self.bytes_local[i], self.messages[i])
 
-    def collective(self, kind: str, nbytes: int, nodes: Sequence[str | int], itemsize: int = 4) -> Cost:
-        """Count the bytes of a collective among `nodes`. Return its cost from the arrival of the last member on.
-
-        `kind` is a key of `collective_cost.COLLECTIVES`; `nbytes` is the size of one member's tensor, of elements of
-        `itemsize` bytes. The root of a broadcast is the first of `nodes`.
-        """
-        indices = [self.node(node) for node in nodes]
-        cost = self.cost(kind, nbytes, indices, itemsize)
-        self.count(cost, indices)
-        return cost
-
     def count(self, cost: Cost, indices: Sequence[int]) -> None:
         """Count the bytes and messages of a collective among the nodes `indices`; none of the bytes as local."""
         for i, sent, received, messages in zip(indices, cost.sent, cost.received, cost.messages, strict=True):
@@ -274,7 +263,11 @@ class Network:
     def cost(
         self, kind: str, nbytes: int, nodes: Sequence[str | int], itemsize: int = 4, *, gradient: bool = False
     ) -> Cost:
-        """Cost of a collective, as `collective`, without counting. `gradient`: its tensor leaves during backward."""
+        """Cost of a collective among `nodes`, from the arrival of the last member on.
+
+        `kind` is a key of `collective_cost.COLLECTIVES`; `nbytes` is the size of one member's tensor, of elements of
+        `itemsize` bytes. The root of a broadcast is the first of `nodes`. `gradient`: it leaves during backward.
+        """
         return COLLECTIVES[kind](nbytes // itemsize, len(nodes), self.paths(nodes, gradient=gradient), itemsize)
 
     def paths(self, nodes: Sequence[str | int], *, gradient: bool = False) -> Paths:

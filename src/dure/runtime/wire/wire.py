@@ -84,11 +84,6 @@ class Wire:
         return tuple(inbound.caller for inbound in self._callers.open.values())
 
     @property
-    def hosts(self) -> tuple[str, ...]:
-        """Names of the hosts that this process can call."""
-        return tuple(filter(self.connected, self._hosts))
-
-    @property
     def busy(self) -> bool:
         """Whether calls wait for an answer, or frames are in transfer."""
         return any(outbound.calls or outbound.connection.queue for outbound in self._hosts.values()) or any(
@@ -174,10 +169,6 @@ class Wire:
         if self._reactor.lent:
             self._reactor.wake()
         return pending
-
-    def cancel(self, call: Pending) -> None:
-        """Cancel a call. Afterwards its tensors are neither read nor written; the host may still have executed it."""
-        call.cancel()
 
     def borrows(self, peer: str, nbytes: int) -> bool:
         """Whether a reply of `nbytes` bytes in rooms of `peer` can be read there, in memory that both map."""
