@@ -490,7 +490,7 @@ def test_a_loss_is_a_target_too(tmp_path):
     reached = next(row["seconds"] for row in history if row["loss"] <= 0.05)
     assert history[0]["loss"] > 0.05
     assert "to loss 0.05" in done.stderr
-    from dure.report.comparison import seconds_text
+    from dure.report.labels import seconds_text
 
     assert seconds_text(reached) in done.stderr
     assert f"reached loss 0.05 after {seconds_text(reached)} of virtual time." in (tmp_path / "r.html").read_text()

@@ -23,7 +23,7 @@ from dure.planner.plan import LARGE, plan
 from dure.planner.search import NEVER
 from dure.planner.sweeps import of_workers, sweeps, with_bandwidth, with_equal_workers, without_limits
 from dure.planner.timing import largest_memory, setup_in, timed
-from dure.report.comparison import seconds_text
+from dure.report.labels import seconds_text
 from dure.run.config import TrainConfig
 from dure.runtime.virtual.cluster import Cluster, Link, Machines, SharedHost
 from dure.runtime.virtual.compute import Constant

@@ -7,17 +7,8 @@ from rich.console import Console
 
 from dure.core.target import Target
 from dure.report import FittedComparison, Run, comparison_table
-from dure.report.comparison import (
-    NOTHING,
-    bytes_text,
-    compression_verdicts,
-    entries,
-    figure_rows,
-    number_text,
-    rate_text,
-    seconds_text,
-)
-from dure.report.labels import shared_strategy
+from dure.report.comparison import break_even_sentences, entries, figure_rows
+from dure.report.labels import NOTHING, bytes_text, number_text, rate_text, seconds_text, shared_strategy
 
 
 def test_speed_up_is_on_the_first_run_of_the_same_kind_of_time(made):
@@ -101,13 +92,13 @@ def test_bandwidths_as_text():
 def test_compression_is_said_to_pay_or_not(made, coded):
     pays = "It pays on links below 16 Gbit/s"
     runs = [made("bsp"), coded("ssp"), coded("downpour", link=12.5e9), coded("backup", link=None, time="real")]
-    said = compression_verdicts(entries(runs, target=Target(0.95)))
+    said = break_even_sentences(entries(runs, target=Target(0.95)))
     assert len(said) == 3
     assert "compression pays on this cluster's links of 10 Gbit/s, where a step takes 14.8 ms with it and" in said[0]
     assert "compression does not pay on this cluster's links of 100 Gbit/s" in said[1]
     assert "encoding and decoding take 4.00 ms" in said[2]
     assert all(pays in sentence for sentence in said)
-    (never,) = compression_verdicts(entries([coded(saves=False)], target=Target(0.95)))
+    (never,) = break_even_sentences(entries([coded(saves=False)], target=Target(0.95)))
     assert "pays on no link" in never
 
 

@@ -12,9 +12,9 @@ from support.outline import Outline
 from dure.core.target import Target
 from dure.errors import RecordError
 from dure.report import FittedComparison, Progress, RunFolder, read_run
-from dure.report.comparison import NOTHING, entries, figure_rows, return_text
+from dure.report.comparison import entries, figure_rows
 from dure.report.html import render
-from dure.report.labels import shared_job, shared_strategy
+from dure.report.labels import NOTHING, return_text, shared_job, shared_strategy
 from dure.report.metrics import frame_rates
 
 APEX = "apex:env=CartPole-v1,actors={},min_size=500"

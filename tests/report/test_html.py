@@ -9,9 +9,10 @@ from support.wording import raising
 from dure.core.target import Target
 from dure.errors import UsageError
 from dure.report import Run, write_report
-from dure.report.comparison import NOTHING, entries
+from dure.report.comparison import entries
 from dure.report.figures import COLORS, curves, graph, looks
 from dure.report.html import render
+from dure.report.labels import NOTHING
 from dure.report.metrics import VersionCounts
 
 
@@ -165,7 +166,7 @@ def test_the_page_says_whether_compression_pays(made, coded):
 
 
 @pytest.mark.long
-def test_who_gossips_with_whom_is_drawn_once_for_each_graph(made):
+def test_gossip_is_drawn_once_for_each_graph(made):
     runs = [gossip(made, RING, 5), gossip(made, RING, 5), gossip(made, STAR, 64), made("bsp")]
     text = page(runs)
     words = Outline(text).text
@@ -175,7 +176,7 @@ def test_who_gossips_with_whom_is_drawn_once_for_each_graph(made):
     assert (
         len(figures(text)) == len(figures(page([made("ad-psgd"), made("ad-psgd"), made("ad-psgd"), made("bsp")]))) + 4
     )
-    assert "Who gossips" not in page([made("bsp")])
+    assert "Graphs of gossip" not in page([made("bsp")])
 
 
 def test_the_drawing_of_a_graph_shows_each_pair_and_each_share():

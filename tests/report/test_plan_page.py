@@ -11,9 +11,9 @@ from support.outline import Outline
 from support.plan_values import plan_values, with_scores
 
 from dure.report import plan_sweeps
-from dure.report.comparison import digits_text as digits
-from dure.report.comparison import rate_text
 from dure.report.figures import OTHER
+from dure.report.labels import digits_text as digits
+from dure.report.labels import rate_text
 from dure.report.plan_page import COLORS, render_plan, write_plan_page
 from dure.report.plan_sweeps import lead_sentence, winners, winners_sentence
 

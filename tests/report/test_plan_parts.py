@@ -5,8 +5,8 @@ import math
 import pytest
 from support.gantt_charts import picture_in
 
-from dure.report.comparison import NOTHING, compact_text, digits_text
 from dure.report.gantt import svg
+from dure.report.labels import NOTHING, compact_text, digits_text
 from dure.report.plan_page import ACTIVITIES, best_row, memory_bars, plan_rows, render_plan, timeline
 
 

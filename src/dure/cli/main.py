@@ -200,7 +200,7 @@ class Compare(CompareConfig):
         _require_job(config)
         _check_outputs(config.report)
         with _fork_server(*(config.on or (DEFAULT,))) as fork_server:
-            from dure.report.table import FittedComparison
+            from dure.report.comparison import FittedComparison
             from dure.run.compare import run_all
             from dure.run.prebuilt import Prebuilt
 
@@ -233,9 +233,9 @@ class Report:
 
     def execute(self, interruption: Interruption) -> CommandResult:
         """Write the report; return the summaries and their table."""
+        from dure.report.comparison import FittedComparison
         from dure.report.html import DEFAULT, free, write_report
         from dure.report.run import read_run
-        from dure.report.table import FittedComparison
 
         _check_outputs(self.out)
         import_extra("report", "dure report")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from dure.core.packages import import_extra
 from dure.planner.candidates import PLAIN
-from dure.report.comparison import NOTHING, bytes_text, count_text, seconds_text
+from dure.report.labels import NOTHING, bytes_text, count_text, seconds_text
 from dure.run.emit import launch_of
 from dure.run.emit_targets import emitted
 

@@ -1,4 +1,4 @@
-"""Compares runs: the figures of the terminal table and of the HTML report, as values and as text.
+"""Compares runs: the figures of the HTML report as values and as text, and the table of the terminal.
 
 A run is compared with the first run *of the same kind of time*. Virtual seconds come from a model and real ones from
 the wall clock, so no ratio is taken between them.
@@ -12,15 +12,30 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from rich import box
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
 from dure.core.target import Target
 from dure.report import labels
+from dure.report.labels import (
+    NOTHING,
+    bytes_text,
+    count_text,
+    mean_text,
+    number_text,
+    percent_text,
+    rate_text,
+    ratio_text,
+    return_text,
+    seconds_text,
+)
 from dure.report.metrics import time_to
-from dure.report.values import RunRecord
+from dure.report.record import RunRecord
 
-NOTHING = "\N{EN DASH}"
 _REAL_PLACES = ("local", "torchrun", "ray")
-_RATES = ((1e9, "Gbit/s"), (1e6, "Mbit/s"), (1e3, "kbit/s"))
-_BYTES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,25 +103,25 @@ def entries(runs: Sequence[RunRecord], *, target: Target) -> list[Entry]:
     ]
 
 
-def graded(found: Sequence[Entry]) -> bool:
+def has_accuracy(found: Sequence[Entry]) -> bool:
     """Whether any run has an accuracy: a job may define none."""
     return any(row.get("accuracy") is not None for entry in found for row in (*entry.run.history, entry.figures))
 
 
-def played(found: Sequence[Entry]) -> bool:
+def has_experience(found: Sequence[Entry]) -> bool:
     """Whether any run has figures of reinforcement learning."""
     return any(entry.experience for entry in found)
 
 
-def lossy(found: Sequence[Entry]) -> bool:
-    """Whether losses are shown: not if all that was run is reinforcement learning without one."""
+def has_loss(found: Sequence[Entry]) -> bool:
+    """Whether losses are shown: not if all runs are reinforcement learning without one."""
     rows = (row for entry in found for row in (*entry.run.history, entry.figures))
     return any(not entry.experience for entry in found) or any(row.get("loss") is not None for row in rows)
 
 
-def timed(found: Sequence[Entry], target: Target) -> bool:
+def has_target(found: Sequence[Entry], target: Target) -> bool:
     """Whether a time to `target` exists; for an accuracy, only if some run has one."""
-    return lossy(found) if target.measure == "loss" else graded(found)
+    return has_loss(found) if target.measure == "loss" else has_accuracy(found)
 
 
 def _ratio(first: float | None, seconds: float | None) -> float | None:
@@ -120,94 +135,9 @@ def _kind_of_time(run: RunRecord, figures: Mapping[str, Any]) -> str:
     return str(figures.get("time") or guess)
 
 
-# --- figures as text
-
-
-def seconds_text(seconds: float | None) -> str:
-    """Three digits in a suitable unit: "3.20 ms", "12.4 s", "7 min 05 s", "2 h 10 min"."""
-    if seconds is None or not math.isfinite(seconds):
-        return NOTHING
-    for limit, factor, unit in ((1e-3, 1e6, "µs"), (1.0, 1e3, "ms"), (120.0, 1.0, "s")):
-        if abs(seconds) < limit:
-            return f"{_digits(seconds * factor)} {unit}" if seconds else "0 s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60} h {minutes % 60:02d} min" if minutes >= 120 else f"{minutes} min {rest:02d} s"
-
-
-def bytes_text(nbytes: float | None) -> str:
-    """Three digits in decimal units: "1.50 MB"."""
-    if nbytes is None:
-        return NOTHING
-    for factor, unit in _BYTES:
-        if nbytes >= factor:
-            return f"{_digits(nbytes / factor)} {unit}"
-    return f"{nbytes:.0f} B"
-
-
-def rate_text(bandwidth: float) -> str:
-    """Bytes per second as bits per second of a link: "1.25 Gbit/s"."""
-    if not math.isfinite(bandwidth):
-        return "any"
-    factor, unit = next((pair for pair in _RATES if 8 * bandwidth >= pair[0]), _RATES[-1])
-    return f"{float(f'{8 * bandwidth / factor:.3g}'):g} {unit}"
-
-
-def compact_text(value: float) -> str:
-    """A short text of a round number: "0.05", "200", "5k", "2M"."""
-    for factor, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= factor:
-            return f"{value / factor:.3g}{unit}"
-    return f"{value:.3g}"
-
-
-def digits_text(value: float | None) -> str:
-    """Three digits, and all of a larger number: "0.0123", "1.23", "12.3", "12,345"."""
-    if value is None:
-        return NOTHING
-    return f"{value:,.0f}" if abs(value) >= 99.95 else f"{value:#.3g}"
-
-
-def count_text(count: float | None) -> str:
-    """A whole number: "12,345"."""
-    return NOTHING if count is None else f"{count:,.0f}"
-
-
-def number_text(value: float | None) -> str:
-    """Four digits: "0.1234"."""
-    if value is None:
-        return NOTHING
-    return f"{value:.4f}" if 1e-3 <= abs(value) < 100 or value == 0 else f"{value:.4g}"
-
-
-def return_text(value: float | None) -> str:
-    """A return: "9.7", "195.3", "12,346"."""
-    if value is None:
-        return NOTHING
-    return f"{value:,.0f}" if math.isfinite(value) and abs(value) >= 1000 else f"{value:.4g}"
-
-
-def mean_text(value: float | None) -> str:
-    """Two places: "3.05"."""
-    return NOTHING if value is None else f"{value:.2f}"
-
-
-def percent_text(fraction: float | None) -> str:
-    """A fraction as "96.4 %"."""
-    return NOTHING if fraction is None or not math.isfinite(fraction) else f"{100 * fraction:.1f} %"
-
-
-def ratio_text(ratio: float | None) -> str:
-    """A speed-up as a factor."""
-    return NOTHING if ratio is None else f"{ratio:.2f}\N{MULTIPLICATION SIGN}"
-
-
 def loss_text(entry: Entry) -> str:
     """The final loss, or "diverged" if it is not finite."""
     return "diverged" if entry.diverged else number_text(entry.figure("loss"))
-
-
-def _digits(value: float) -> str:
-    return f"{value:.0f}" if abs(value) >= 99.95 else f"{value:.1f}" if abs(value) >= 9.995 else f"{value:.2f}"
 
 
 # --- the whole summary, row by row
@@ -254,7 +184,7 @@ def figure_rows(found: Sequence[Entry], *, target: Target) -> list[tuple[str, li
 
 
 def _skew(found: Sequence[Entry]) -> list[FigureRow]:
-    """The rows on versions of parts of a model, if any run has pulled from several servers."""
+    """The rows on version skew; none if no run has pulled from several servers."""
     if all(entry.figure("version_skew", "max") is None for entry in found):
         return []
     return [
@@ -264,8 +194,8 @@ def _skew(found: Sequence[Entry]) -> list[FigureRow]:
 
 
 def _experience(found: Sequence[Entry]) -> list[tuple[str, list[FigureRow]]]:
-    """The rows on reinforcement learning, if any run is one."""
-    if not played(found):
+    """The rows on reinforcement learning; none if no run has such figures."""
+    if not has_experience(found):
         return []
     row, group = partial(_figure_row, found), "experience"
     environments = tuple(str(entry.experience.get("env") or NOTHING) for entry in found)
@@ -294,7 +224,7 @@ def _experience(found: Sequence[Entry]) -> list[tuple[str, list[FigureRow]]]:
 
 
 def _compression(found: Sequence[Entry]) -> list[tuple[str, list[FigureRow]]]:
-    """The rows on codecs, if any run has one: the time that they take and save."""
+    """The rows on codecs, with the time that they take and save; none if no run has one."""
     costs = [entry.break_even for entry in found]
     if not any(costs):
         return []
@@ -322,12 +252,12 @@ def _pays_below(cost: Mapping[str, Any]) -> str:
     return "none" if cost["break_even"] is None else rate_text(cost["break_even"])
 
 
-def compression_verdicts(found: Sequence[Entry]) -> list[str]:
-    """A sentence for each run with a codec: on which links the codec saves time."""
-    return [f"{entry.label}: {_compression_verdict(entry)}" for entry in found if entry.break_even]
+def break_even_sentences(found: Sequence[Entry]) -> list[str]:
+    """A sentence for each run with a codec, with the links on which the codec saves time."""
+    return [f"{entry.label}: {_break_even_sentence(entry)}" for entry in found if entry.break_even]
 
 
-def _compression_verdict(entry: Entry) -> str:
+def _break_even_sentence(entry: Entry) -> str:
     cost = entry.break_even
     even, here = cost["break_even"], entry.step_at(cost["link"])
     if even is None:
@@ -361,14 +291,14 @@ def _figure_row(
 
 def _result(found: Sequence[Entry], target: Target) -> list[FigureRow]:
     result = []
-    if lossy(found):
+    if has_loss(found):
         result.append(FigureRow("Loss", tuple(map(loss_text, found)), _best(found, _loss_rank, across=True)))
-    if graded(found):
+    if has_accuracy(found):
         accuracies = tuple(percent_text(entry.figure("accuracy")) for entry in found)
         best = _best(found, lambda e: _negative(e.figure("accuracy")), across=True)
         result.append(FigureRow("Test accuracy", accuracies, best))
         result.append(_figure_row(found, "Best test accuracy", percent_text, "best_accuracy"))
-    if timed(found, target):
+    if has_target(found, target):
         reached = tuple(seconds_text(entry.reached) for entry in found)
         result.append(FigureRow(f"Time to {target.short}", reached, _best(found, lambda entry: entry.reached)))
         result.append(FigureRow("Speed-up on the first run", tuple(ratio_text(entry.speedup) for entry in found)))
@@ -419,3 +349,102 @@ def _best(found: Sequence[Entry], rank: Callable[[Entry], float | None], *, acro
             lowest = min(values)[0]
             best |= {place for value, place in values if value == lowest}
     return frozenset(best)
+
+
+# --- the table of the terminal, with the most important figures
+
+
+@dataclass(frozen=True, slots=True)
+class FittedComparison:
+    """Prints the comparison of `runs` with rich: in a narrow terminal as several tables, so that no cell is cut."""
+
+    runs: Sequence[RunRecord]
+    target: Target
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        found = entries(self.runs, target=self.target)
+        columns = _columns(found, self.target)
+        letters = 2 * options.max_width // 5  # a longer strategy takes several lines
+        parts: list[dict[str, list[str]]] = [{}]
+        for head, texts in columns.items():
+            wider = {**parts[-1], head: texts}
+            if parts[-1] and _width(_table(found, wider, letters), console, options) > options.max_width:
+                parts.append({head: texts})
+            else:
+                parts[-1] = wider
+        for part in parts:
+            yield _table(found, part, letters)
+        caption = _caption(found, self.target)
+        if caption:
+            yield Text(caption, style="table.caption")
+
+
+def comparison_table(runs: Sequence[RunRecord], *, target: Target = Target()) -> Table:
+    """The comparison of `runs` as one rich table of any width. Without runs the table has no rows.
+
+    The columns of accuracies, and that of the time to one, are left out if no run has an accuracy.
+    """
+    found = entries(runs, target=target)
+    table = _table(found, _columns(found, target))
+    table.caption = _caption(found, target)
+    return table
+
+
+def _table(found: Sequence[Entry], columns: Mapping[str, Sequence[str]], letters: int = 0) -> Table:
+    """A table of some columns. A strategy of up to `letters` letters stays on one line."""
+    labels = [entry.label if entry.finished else f"{entry.label} (unfinished)" for entry in found]
+    longest = max(map(len, labels), default=0)
+    table = Table(caption_justify="left", header_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("strategy", overflow="fold", min_width=min(longest, letters))
+    for name, texts in columns.items():
+        table.add_column(name, justify="right", no_wrap=True, min_width=max(map(len, (name, *texts))))
+    for place, label in enumerate(labels):
+        cells = [label, *(texts[place] for texts in columns.values())]
+        table.add_row(*(Text(text, style="bold red" if text == "diverged" else "") for text in cells))
+    return table
+
+
+def _width(table: Table, console: Console, options: ConsoleOptions) -> int:
+    """The width of a terminal that cuts no number of `table`."""
+    return Measurement.get(console, options.update_width(10_000), table).minimum
+
+
+def _columns(found: Sequence[Entry], target: Target) -> dict[str, list[str]]:
+    """The cells of each column, by its name."""
+    columns: dict[str, list[str]] = {}
+    if has_target(found, target) or not found:
+        columns[f"to {target.short}"] = [seconds_text(entry.reached) for entry in found]
+        columns["speed-up"] = [ratio_text(entry.speedup) for entry in found]
+    columns["whole run"] = [seconds_text(entry.figure("seconds")) for entry in found]
+    if has_experience(found):
+        columns["return"] = [return_text(entry.figure("experience", "mean_return")) for entry in found]
+        columns["best"] = [return_text(entry.figure("experience", "best_return")) for entry in found]
+        columns["frames"] = [count_text(entry.figure("experience", "frames")) for entry in found]
+        columns["frames/s"] = [count_text(entry.figure("experience", "frames_per_second")) for entry in found]
+    if has_loss(found) or not found:
+        columns["loss"] = [loss_text(entry) for entry in found]
+    if has_accuracy(found) or not found:
+        columns["accuracy"] = [percent_text(entry.figure("accuracy")) for entry in found]
+    columns["sent"] = [bytes_text(entry.figure("bytes_sent")) for entry in found]
+    columns["received"] = [bytes_text(entry.figure("bytes_received")) for entry in found]
+    columns["stale"] = [mean_text(entry.figure("staleness", "mean")) for entry in found]
+    for name, part in (("compute", "compute"), ("comm.", "communicate"), ("wait", "wait")):
+        columns[name] = [_percent_of(entry, part) for entry in found]
+    return columns
+
+
+def _percent_of(entry: Entry, part: str) -> str:
+    share = entry.figure("time_share", part)
+    return NOTHING if share is None else f"{100 * share:.0f} %"
+
+
+def _caption(found: Sequence[Entry], target: Target) -> str | None:
+    kinds = {entry.time for entry in found}
+    lines = break_even_sentences(found)
+    if kinds == {"virtual"}:
+        lines = ["time is virtual: a model of machines and network", *lines]
+    if kinds == {"virtual", "real"}:
+        lines = ["speed-up is within virtual runs and within real runs", *lines]
+    if found and has_loss(found) and not has_target(found, target):
+        lines = [*lines, "the job has no accuracy: --target-loss compares the times to a loss"]
+    return "\n".join(lines) or None

@@ -17,7 +17,8 @@ import numpy as np
 from dure.core.mixing import pairwise_mixing
 from dure.core.target import Target
 from dure.report.canvas import FAINT, GRID, INK, drawing, plain, round_marks
-from dure.report.comparison import Entry, compact_text
+from dure.report.comparison import Entry
+from dure.report.labels import compact_text
 from dure.report.metrics import VersionCounts
 from dure.report.plan_sweeps import SweptValues, Win, winners
 
@@ -164,7 +165,7 @@ PLOT = (0.1, 0.15, 0.88, 0.72)
 def sweep(
     found: SweptValues, measure: str, given: Mapping[str, Look], *, label: str, text: Callable[[float], str], bits: bool
 ) -> str:
-    """Draws the values of strategies along a sweep, above them who wins where, and the place of the plan.
+    """Draws the values of strategies along a sweep, above them the winners, and the place of the plan.
 
     `text` names a place. With `bits` the axis has bits for the bytes of the places.
     """

@@ -24,15 +24,15 @@ from dure.report.figures import Look
 from dure.report.files import replacing, to_json
 from dure.report.gantt import BarRow, Gantt, svg
 from dure.report.metrics import frame_rates
-from dure.report.record import TRACE
+from dure.report.record import TRACE, RunRecord
 from dure.report.trace import ACTIONS, timeline
-from dure.report.values import RunRecord
 
 if TYPE_CHECKING:
     from jinja2 import Environment, Template
     from markupsafe import Markup
 
 _X_TITLES = {"step": "against mini-batches", "bytes": "against bytes sent", "frames": "against frames"}
+_DISTANCE = {"consensus": "Distance between models"}
 _MEASURES = {"loss": "Loss", "accuracy": "Test accuracy"}
 _RETURNS = {"mean_return": "Mean return of evaluations", "recent_return": "Mean return of training episodes"}
 _EXPERIENCE = {
@@ -96,13 +96,13 @@ def render(runs: Sequence[RunRecord], *, title: str, target: Target) -> str:
         title=title,
         subtitle=_subtitle(runs),
         notices=_notices(found),
-        verdict=[*_verdict(found, target), *_highest(found)],
+        conclusions=[*_fastest(found, target), *_highest(found)],
         target=str(target),
-        timed=comparison.timed(found, target),
-        graded=comparison.graded(found),
+        has_target=comparison.has_target(found, target),
+        has_accuracy=comparison.has_accuracy(found),
         rows=list(zip(found, given, _bars(found), strict=True)),
-        played=comparison.played(found),
-        lossy=comparison.lossy(found),
+        has_experience=comparison.has_experience(found),
+        has_loss=comparison.has_loss(found),
         returns=_returns(found, given, target),
         experience=_experience(found, given, target),
         curves=_curves(found, given, target),
@@ -111,13 +111,13 @@ def render(runs: Sequence[RunRecord], *, title: str, target: Target) -> str:
         skew=_version_counts(found, given, "version_skew"),
         consistent=[entry.label for entry in found if entry.figure("version_skew", "max") == 0],
         graphs=_graphs(found, given),
-        consensus=_consensus(found, given, target),
+        consensus=[panel for _, panels in _panels(found, given, target, _DISTANCE, ("step",)) for panel in panels],
         timelines=_timelines(found),
         shares=[(entry, _shares(entry)) for entry in found if sum(_shares(entry).values()) > 0],
         share_colors=figures.SHARES,
         break_evens=[entry for entry in found if entry.break_even],
         rates=comparison.bandwidths(found),
-        pays=comparison.compression_verdicts(found),
+        pays=comparison.break_even_sentences(found),
         costs=_COSTS,
         groups=comparison.figure_rows(found, target=target),
         origins=[_origin(entry) for entry in found],
@@ -130,7 +130,8 @@ def _template() -> Template:
     made = environment()
     made.finalize = _printable
     style = Markup(resource("page.css"))  # noqa: S704  (our own file)
-    made.globals.update({name: getattr(comparison, name) for name in _FILTERS}, style=style)
+    texts = {name: getattr(labels, name) for name in _TEXTS}
+    made.globals.update(texts, loss_text=comparison.loss_text, style=style)
     return made.from_string(resource("report.html.j2"))
 
 
@@ -160,9 +161,9 @@ _COSTS = {
 }
 """Sources of the cost of a codec."""
 
-_FILTERS = (
-    *("rate_text", "seconds_text", "bytes_text", "percent_text", "ratio_text", "loss_text", "return_text"),
-    *("count_text", "NOTHING"),
+_TEXTS = (
+    *("rate_text", "seconds_text", "bytes_text", "percent_text", "ratio_text", "return_text", "count_text"),
+    "NOTHING",
 )
 
 
@@ -194,7 +195,7 @@ def _sentence(kind: str) -> str:
     return _SENTENCES.get(kind, _SENTENCES["unknown"])
 
 
-def _verdict(found: Sequence[Entry], target: Target) -> list[str]:
+def _fastest(found: Sequence[Entry], target: Target) -> list[str]:
     """The run that reached the target first, in one sentence for each kind of time."""
     sentences = []
     for kind in dict.fromkeys(entry.time for entry in found):
@@ -202,7 +203,7 @@ def _verdict(found: Sequence[Entry], target: Target) -> list[str]:
         arrived = sorted((entry for entry in among if entry.reached is not None), key=lambda e: e.reached or 0.0)
         if arrived:
             sentences.append(_first_arrival(arrived[0], among[0], len(among), target))
-    if not sentences and comparison.timed(found, target):
+    if not sentences and comparison.has_target(found, target):
         sentences.append(f"No run reached {target}.")
     return sentences
 
@@ -215,7 +216,7 @@ def _highest(found: Sequence[Entry]) -> list[str]:
         rows = [(entry, row) for entry, row in rows if row.get("mean_return") is not None]
         if rows:
             entry, row = max(rows, key=lambda pair: (pair[1]["mean_return"], -pair[1]["seconds"]))
-            reached = f"{comparison.return_text(row['mean_return'])} after {comparison.seconds_text(row['seconds'])}"
+            reached = f"{labels.return_text(row['mean_return'])} after {labels.seconds_text(row['seconds'])}"
             time = f"{kind} time" if kind != "unknown" else "time"
             sentences.append(f"{entry.strategy} reached the highest mean return of an evaluation: {reached} of {time}.")
     return sentences
@@ -223,7 +224,7 @@ def _highest(found: Sequence[Entry]) -> list[str]:
 
 def _first_arrival(best: Entry, first: Entry, among: int, target: Target) -> str:
     kind = f"{best.time} " if best.time != "unknown" else ""
-    when = f"{target} after {comparison.seconds_text(best.reached)} of {kind}time"
+    when = f"{target} after {labels.seconds_text(best.reached)} of {kind}time"
     if among == 1:
         return f"{best.strategy} reached {when}."
     if best is first or best.speedup is None:
@@ -320,18 +321,6 @@ def _timelines(found: Sequence[Entry]) -> list[Panel]:
     return drawn
 
 
-def _consensus(found: Sequence[Entry], given: Sequence[Look], target: Target) -> list[Panel]:
-    """The distance between models over each kind of time and over steps, if a record has it."""
-    panels = []
-    for kind in dict.fromkeys(entry.time for entry in found):
-        places = [place for place, entry in enumerate(found) if entry.time == kind]
-        some, styles = [found[place] for place in places], [given[place] for place in places]
-        for x, title in (("seconds", f"against {kind} time"), ("step", _X_TITLES["step"])):
-            svg = figures.curves(some, styles, x=x, y="consensus", target=target)
-            panels += [Panel(f"Distance between models {title}", svg)] if svg else []
-    return panels
-
-
 def _shares(entry: Entry) -> dict[str, float]:
     """Per cent of the workers' time by activity."""
     return {part: 100 * (entry.figure("time_share", part) or 0.0) for part in figures.SHARES}
@@ -349,10 +338,10 @@ def _origin(entry: Entry) -> dict[str, str]:
     run, figures_ = entry.run, entry.figures
     return {
         "label": entry.label,
-        "where": str(figures_.get("on") or run.config.get("on") or comparison.NOTHING),
-        "seed": str(run.seed) if run.seed is not None else comparison.NOTHING,
-        "hash": str(figures_.get("params_sha256") or comparison.NOTHING),
-        "versions": ", ".join(f"{name} {number}" for name, number in run.versions.items()) or comparison.NOTHING,
-        "folder": str(run.path) if run.path else comparison.NOTHING,
+        "where": str(figures_.get("on") or run.config.get("on") or labels.NOTHING),
+        "seed": str(run.seed) if run.seed is not None else labels.NOTHING,
+        "hash": str(figures_.get("params_sha256") or labels.NOTHING),
+        "versions": ", ".join(f"{name} {number}" for name, number in run.versions.items()) or labels.NOTHING,
+        "folder": str(run.path) if run.path else labels.NOTHING,
         "config": to_json(run.config, indent=2) if run.config else "",
     }

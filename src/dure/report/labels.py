@@ -1,7 +1,8 @@
-"""Names runs in a comparison: by the parts of their strategies, and of their jobs, in which they differ."""
+"""Names runs by the parts of their strategies and jobs in which they differ, and writes figures as text."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -9,11 +10,14 @@ from typing import Any
 
 from dure.core.spec_text import MemberSpec, parse_member
 from dure.errors import StrategyError
-from dure.report.values import RunRecord
+from dure.report.record import RunRecord
 
+NOTHING = "\N{EN DASH}"
 _AXES = ("sync", "topology", "codec", "partition")
 _DEFAULTS = ("", "none", "fp32")
 _LONG_GRAPH = re.compile(r"((?:\d+-\d+/){3})[\d/-]{20,}")
+_RATES = ((1e9, "Gbit/s"), (1e6, "Mbit/s"), (1e3, "kbit/s"))
+_BYTES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
 def strategies(runs: Sequence[RunRecord], figures: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -105,3 +109,88 @@ def _difference(job: MemberSpec, of_name: Sequence[MemberSpec], several: bool) -
     """The parameters that not all jobs `of_name` share, after the name if there are `several` or none is given."""
     differ = [f"{key}={text}" for key, text in job.given.items() if any(o.given.get(key) != text for o in of_name)]
     return ":".join(filter(None, [job.name if several or not differ else "", ",".join(differ)]))
+
+
+# --- figures as text
+
+
+def seconds_text(seconds: float | None) -> str:
+    """Three digits in a suitable unit: "3.20 ms", "12.4 s", "7 min 05 s", "2 h 10 min"."""
+    if seconds is None or not math.isfinite(seconds):
+        return NOTHING
+    for limit, factor, unit in ((1e-3, 1e6, "µs"), (1.0, 1e3, "ms"), (120.0, 1.0, "s")):
+        if abs(seconds) < limit:
+            return f"{_digits(seconds * factor)} {unit}" if seconds else "0 s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60} h {minutes % 60:02d} min" if minutes >= 120 else f"{minutes} min {rest:02d} s"
+
+
+def bytes_text(nbytes: float | None) -> str:
+    """Three digits in decimal units: "1.50 MB"."""
+    if nbytes is None:
+        return NOTHING
+    for factor, unit in _BYTES:
+        if nbytes >= factor:
+            return f"{_digits(nbytes / factor)} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def rate_text(bandwidth: float) -> str:
+    """Bytes per second as bits per second of a link: "1.25 Gbit/s"."""
+    if not math.isfinite(bandwidth):
+        return "any"
+    factor, unit = next((pair for pair in _RATES if 8 * bandwidth >= pair[0]), _RATES[-1])
+    return f"{float(f'{8 * bandwidth / factor:.3g}'):g} {unit}"
+
+
+def compact_text(value: float) -> str:
+    """A short text of a round number: "0.05", "200", "5k", "2M"."""
+    for factor, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= factor:
+            return f"{value / factor:.3g}{unit}"
+    return f"{value:.3g}"
+
+
+def digits_text(value: float | None) -> str:
+    """Three digits, and all of a larger number: "0.0123", "1.23", "12.3", "12,345"."""
+    if value is None:
+        return NOTHING
+    return f"{value:,.0f}" if abs(value) >= 99.95 else f"{value:#.3g}"
+
+
+def count_text(count: float | None) -> str:
+    """A whole number: "12,345"."""
+    return NOTHING if count is None else f"{count:,.0f}"
+
+
+def number_text(value: float | None) -> str:
+    """Four digits: "0.1234"."""
+    if value is None:
+        return NOTHING
+    return f"{value:.4f}" if 1e-3 <= abs(value) < 100 or value == 0 else f"{value:.4g}"
+
+
+def return_text(value: float | None) -> str:
+    """A return: "9.7", "195.3", "12,346"."""
+    if value is None:
+        return NOTHING
+    return f"{value:,.0f}" if math.isfinite(value) and abs(value) >= 1000 else f"{value:.4g}"
+
+
+def mean_text(value: float | None) -> str:
+    """Two places: "3.05"."""
+    return NOTHING if value is None else f"{value:.2f}"
+
+
+def percent_text(fraction: float | None) -> str:
+    """A fraction as "96.4 %"."""
+    return NOTHING if fraction is None or not math.isfinite(fraction) else f"{100 * fraction:.1f} %"
+
+
+def ratio_text(ratio: float | None) -> str:
+    """A speed-up as a factor."""
+    return NOTHING if ratio is None else f"{ratio:.2f}\N{MULTIPLICATION SIGN}"
+
+
+def _digits(value: float) -> str:
+    return f"{value:.0f}" if abs(value) >= 99.95 else f"{value:.1f}" if abs(value) >= 9.995 else f"{value:.2f}"

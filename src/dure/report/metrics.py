@@ -87,7 +87,7 @@ class TimeShare:
 
 
 _RATES = 200
-"""Intervals of a run whose rates of frames are told apart."""
+"""Most intervals of a run that have a rate of frames of their own."""
 
 
 def frame_rates(history: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@
 
   // --- commands
 
-  const said = document.getElementById("said");
+  const announced = document.getElementById("announced");
   for (const button of document.querySelectorAll(".copy")) {
     const code = button.previousElementSibling;
     button.hidden = false;
@@ -17,7 +17,7 @@
       const done = await Promise.resolve().then(() => navigator.clipboard.writeText(code.textContent)).then(() => true, () => false);
       if (!done) getSelection().selectAllChildren(code); // without a clipboard the text is ready for the keyboard
       button.textContent = done ? "Copied" : "Selected";
-      said.textContent = done ? "Copied to the clipboard" : "The text is selected";
+      announced.textContent = done ? "Copied to the clipboard" : "The text is selected";
       setTimeout(() => (button.textContent = "Copy"), 1600);
     });
   }

@@ -32,11 +32,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from dure.core.packages import import_extra
 from dure.core.target import Target
 from dure.report import figures, plan_sweeps
-from dure.report.comparison import NOTHING, bytes_text, compact_text, digits_text, rate_text, seconds_text
 from dure.report.figures import OTHER, Look
 from dure.report.files import replacing, to_json
 from dure.report.gantt import Bar, BarKind, BarRow, Gantt, svg
 from dure.report.html import environment, resource
+from dure.report.labels import NOTHING, bytes_text, compact_text, digits_text, rate_text, seconds_text
 from dure.report.plan_sweeps import MEASURES, Plan, SweptValues, number, positive, winners
 
 if TYPE_CHECKING:

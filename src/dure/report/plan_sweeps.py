@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from dure.report.comparison import digits_text, rate_text
+from dure.report.labels import digits_text, rate_text
 
 Plan = Mapping[str, Any]
 Values = Sequence[float | None]

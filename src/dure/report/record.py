@@ -6,24 +6,83 @@
     trace.json       the activities of all nodes over time, with `--trace` (`report.trace`)
     checkpoints/     created first and exclusively: two runs never share a folder
 
-Numbers that are not finite are written as text (`report.files`).
+Numbers that are not finite are written as text (`report.files`). Of what is read, the types of the entries that reports
+use are checked.
 """
 
 from __future__ import annotations
 
+import platform
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict, ValidationError
+
 from dure.core.regular_file import CHECKPOINTS, read_regular
 from dure.errors import RecordError, UsageError
-from dure.report.files import from_json, replacing, to_json
-from dure.report.schema import check_row
-from dure.report.sinks import JsonLines
-from dure.report.unwritten import Unwritten
-from dure.report.values import Row, versions
+from dure.report.files import JsonLines, Unwritten, from_json, replacing, to_json
+
+Row = Mapping[str, Any]
+"""A line of `history.jsonl`."""
+
+
+def versions() -> dict[str, str]:
+    """Versions of the packages that decide the bits of a run, from their metadata: no package is imported."""
+    found = {"python": platform.python_version()}
+    for package in ("dure", "torch", "numpy"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "not installed as a package"
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """The record of one run, from training or from its folder.
+
+    `config` is the configuration that was used, `history` the rows of `history.jsonl`, `figures` the content of
+    `summary.json` (empty for a run that did not finish). `code` has the files that the configuration names
+    (`trust.fingerprints`).
+    """
+
+    config: Mapping[str, Any] = field(default_factory=dict)
+    history: Sequence[Row] = ()
+    figures: Mapping[str, Any] = field(default_factory=dict)
+    path: Path | None = None
+    versions: Mapping[str, str] = field(default_factory=dict)
+    seed: int | None = None
+    code: Mapping[str, Any] = field(default_factory=dict)
+
+    def summary(self) -> dict[str, Any]:
+        """The figures of `dure train --json`; for a run that did not finish, those of its last row of history."""
+        if self.figures or not self.history:
+            return dict(self.figures)
+        last = self.history[-1]
+        names = {"step": "steps", "bytes": "bytes_sent"}
+        figures = {names.get(key, key): value for key, value in last.items()}
+        return figures | ({"experience": _experience_of(self.history)} if "frames" in last else {})
+
+
+def _experience_of(history: Sequence[Row]) -> dict[str, Any]:
+    """The figures of reinforcement learning in a history, in the form that a summary has (`dure.rl.companions`)."""
+    last = history[-1]
+    returns = [row["mean_return"] for row in history if row.get("mean_return") is not None]
+    replay = {"size": "replay_size", "inserts": "inserts", "samples": "replay_samples", "ratio": "replay_ratio"}
+    return {
+        **{name: last.get(name) for name in ("frames", "episodes", "recent_return")},
+        "frames_per_second": last["frames"] / last["seconds"] if last["frames"] and last["seconds"] else None,
+        "mean_return": returns[-1] if returns else None,
+        "best_return": max(returns, default=None),
+        "replay": {name: last.get(key) for name, key in replay.items()},
+        "param_lag": {"mean": last.get("param_lag")},
+    }
+
 
 CONFIG, HISTORY, SUMMARY, TRACE = "config.json", "history.jsonl", "summary.json", "trace.json"
 
@@ -208,3 +267,120 @@ def read_object(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise RecordError(f"{path} holds {type(value).__name__} where an object was expected.")
     return value
+
+
+class _Open(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+
+class _Config(_Open):
+    config: dict[str, Any]
+    seed: int | None = None
+    versions: dict[str, str] = {}
+
+
+class _Row(_Open):
+    seconds: float
+    step: float = 0
+    updates: float = 0
+    samples: float = 0
+    bytes: float = 0
+    loss: float | None = None
+    accuracy: float | None = None
+    consensus: float | None = None
+    frames: float | None = None
+    mean_return: float | None = None
+    recent_return: float | None = None
+    replay_size: float | None = None
+    inserts: float | None = None
+    replay_samples: float | None = None
+    replay_ratio: float | None = None
+    param_lag: float | None = None
+
+
+class _VersionCounts(_Open):
+    histogram: dict[str, int] = {}
+
+
+class _Graph(_Open):
+    neighbors: str
+    gap: float
+    averagings_to_halve: float
+    workers: int
+    edges: list[list[int]]
+
+
+class _BreakEven(_Open):
+    coding: float = 0.0
+    link: float | None = None
+    break_even: float | None = None
+    steps: list[dict[str, float]] = []
+
+
+class _Replay(_Open):
+    size: float | None = None
+    inserts: float | None = None
+    samples: float | None = None
+    ratio: float | None = None
+    bytes: float | None = None
+
+
+class _ParamLag(_Open):
+    mean: float | None = None
+    max: float | None = None
+
+
+class _Experience(_Open):
+    env: str = ""
+    actors: int | None = None
+    frames: float | None = None
+    frames_per_second: float | None = None
+    episodes: float | None = None
+    mean_return: float | None = None
+    best_return: float | None = None
+    recent_return: float | None = None
+    replay: _Replay = _Replay()
+    param_lag: _ParamLag = _ParamLag()
+
+
+class _Figures(_Open):
+    strategy: dict[str, str] | str = ""
+    workers: int = 1
+    devices: list[str] = []
+    loss: float | None = None
+    accuracy: float | None = None
+    best_accuracy: float | None = None
+    staleness: _VersionCounts | None = None
+    version_skew: _VersionCounts | None = None
+    graph: _Graph | None = None
+    payoff: _BreakEven | None = None
+    experience: _Experience | None = None
+
+
+def check_config(values: dict[str, Any], where: str) -> dict[str, Any]:
+    """Check the content of `config.json`. Raises `RecordError`, which names `where`."""
+    return _checked(_Config, values, where)
+
+
+def check_row(values: dict[str, Any], where: str) -> dict[str, Any]:
+    """Check a row of a history. Raises `RecordError`, which names `where`."""
+    return _checked(_Row, values, where)
+
+
+def check_figures(values: dict[str, Any], where: str) -> dict[str, Any]:
+    """Check the content of `summary.json`. Raises `RecordError`, which names `where`."""
+    return _checked(_Figures, values, where)
+
+
+def _checked(kind: type[BaseModel], values: dict[str, Any], where: str) -> dict[str, Any]:
+    try:
+        kind.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])
+        reason = first["msg"].removeprefix("Input ")
+        shown = "" if first["type"] == "missing" else f", and holds {str(first['input'])[:40]!r}"
+        raise RecordError(
+            f"{where} is not what dure wrote: {place} {reason[:1].lower()}{reason[1:]}{shown}."
+        ) from error
+    return values

@@ -6,9 +6,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dure.report.html import write_report
-from dure.report.record import CONFIG, HISTORY, SUMMARY, read_history, read_object, require_run
-from dure.report.schema import check_config, check_figures
-from dure.report.values import RunRecord
+from dure.report.record import (
+    CONFIG,
+    HISTORY,
+    SUMMARY,
+    RunRecord,
+    check_config,
+    check_figures,
+    read_history,
+    read_object,
+    require_run,
+)
 
 
 @dataclass(frozen=True, slots=True)

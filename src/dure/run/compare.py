@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from dure.core.packages import extra_is_there, import_extra
 from dure.core.text import log
 from dure.errors import DivergedError, UsageError
-from dure.report.unwritten import Unwritten
+from dure.report.files import Unwritten
 from dure.run.config import FEW, CompareConfig, goal
 
 if TYPE_CHECKING:
@@ -96,8 +96,8 @@ def run_all(config: CompareConfig, prebuilt: Prebuilt) -> Comparison:
 
 def _diverged(config: TrainConfig, strategy: Strategy, error: DivergedError) -> Run:
     """The record of a run that ended with `error`: the figures of its last row, a loss of NaN and the sentence."""
+    from dure.report.record import versions
     from dure.report.run import Run
-    from dure.report.values import versions
 
     run = Run(config.plain(), error.history, {}, config.out, versions(), config.seeded)
     names = {"job": config.job, "strategy": strategy.text(), "on": config.on, "workers": config.workers}

@@ -16,14 +16,11 @@ from dure.core.user_code import explain_user_errors
 from dure.errors import CheckpointError, DivergedError, UsageError
 from dure.job.job import Job
 from dure.job.validation import try_to_count, validate_job
-from dure.report.files import replacing
+from dure.report.files import TensorBoard, Unwritten, replacing
 from dure.report.progress import Progress
-from dure.report.record import TRACE, RunFolder
+from dure.report.record import TRACE, RunFolder, versions
 from dure.report.run import Run
-from dure.report.sinks import TensorBoard
 from dure.report.trace import write_trace
-from dure.report.unwritten import Unwritten
-from dure.report.values import versions
 from dure.run import checkpoint
 from dure.run.break_even import break_even_summary
 from dure.run.callbacks import Callbacks
@@ -43,7 +40,7 @@ from dure.runtime.memory import check_memory, usable_memory
 from dure.runtime.virtual.cluster import Cluster
 
 if TYPE_CHECKING:
-    from dure.report.sinks import Sink
+    from dure.report.files import Sink
     from dure.run.checkpoint import Parts
 
 TENSORBOARD = "tensorboard"

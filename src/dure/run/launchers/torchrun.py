@@ -26,8 +26,8 @@ from dure.core.deployment import WORKER, NodeId
 from dure.core.regular_file import CHECKPOINTS, LATEST
 from dure.core.text import log, sentence, text_of
 from dure.errors import DureError, PeerLost, RemoteError, UsageError
+from dure.report.record import versions
 from dure.report.run import Run, read_run
-from dure.report.values import versions
 from dure.run.config import TrainConfig
 from dure.run.devices import CPU, check_alike, in_summary, notice
 from dure.run.driver import Driver
