@@ -49,8 +49,8 @@ CENTER = "center"
 
 
 @dataclass(frozen=True, slots=True)
-class EASGD:
-    """Elastic averaging: every `period` steps, the model of a worker and a center pull each other closer."""
+class _Elastic:
+    """The part that both methods share: parameters, servers that add up forces, and the exchange with the center."""
 
     paper: ClassVar[str] = "Zhang, Choromanska and LeCun, Deep Learning with Elastic Averaging SGD, NeurIPS 2015"
 
@@ -66,51 +66,70 @@ class EASGD:
     traits: ClassVar[Traits] = Traits(needs=("servers", "group"), delivers=CENTER, staged=True)
 
     def __post_init__(self) -> None:
-        _check(self.period, self.elasticity)
+        if self.period < 1:
+            raise ValueError(
+                f"period counts mini-batches and must be >= 1, got {self.period}. Use 1 to meet at every step."
+            )
+        if self.elasticity is not None and not 0 <= self.elasticity <= 1:
+            raise ValueError(
+                f"elasticity must be from 0 to 1, got {self.elasticity}. "
+                "Leave it out for 0.9 divided by the number of workers."
+            )
 
     def server_rule(self, optimizer: OptimizerSpec) -> ServerRule:
         return ServerRule(OptimizerSpec("add"), reduce="sum")
 
-    async def work(self, worker: Worker) -> None:
-        while True:
-            await worker.begin_step()
-            force = await exchange(worker, self.period, self.elasticity)
-            try:
-                worker.step(await worker.gradient())
-            finally:
-                give_way(worker, force)
+    async def exchange(self, worker: Worker) -> torch.Tensor | None:
+        """Move the center by the force `elasticity` (x - z), and return the force; None between two exchanges."""
+        state = worker.state
+        if not worker.over_servers and CENTER not in state.kept:
+            worker.keep(CENTER).copy_(worker.params)
+        if worker.clock % self.period:
+            return None
+        alpha = BETA / worker.world_size if self.elasticity is None else self.elasticity
+        if worker.over_servers:
+            center = state.storage.look_at(await worker.server.fetch())
+            force = (worker.params - center) * alpha
+            await worker.server.push(force)
+            return force
+        center = worker.keep(CENTER)
+        force = (worker.params - center) * alpha
+        started = state.node.now()
+        center += await worker.group.mean(force, share=1.0)  # the sum, equal at every worker
+        state.give()
+        state.meter.add("communicate", started, state.node.now(), "all_reduce")
+        return force
 
 
 @dataclass(frozen=True, slots=True)
-class EAMSGD:
-    """Elastic averaging with Nesterov momentum at the workers, and none at the center."""
-
-    paper: ClassVar[str] = "Zhang, Choromanska and LeCun, Deep Learning with Elastic Averaging SGD, NeurIPS 2015"
-
-    period: int = parameter(4, "steps between two exchanges with the center", range=">= 1", unit="steps", symbol="τ")
-    elasticity: float | None = parameter(
-        None,
-        "share of its distance to the center that a worker gives up in an exchange; none: 0.9 / workers",
-        range=">= 0, <= 1",
-        unit="fraction",
-        symbol="α",
-    )
-    momentum: float = parameter(0.9, "Nesterov momentum of the workers' own steps", range=">= 0, < 1", symbol="δ")
-
-    traits: ClassVar[Traits] = Traits(needs=("servers", "group"), delivers=CENTER, staged=True)
-
-    def __post_init__(self) -> None:
-        _check(self.period, self.elasticity)
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"momentum must be at least 0 and below 1, got {self.momentum}. Use 0 for EASGD.")
-
-    def server_rule(self, optimizer: OptimizerSpec) -> ServerRule:
-        return ServerRule(OptimizerSpec("add"), reduce="sum")
+class EASGD(_Elastic):
+    """Elastic averaging: every `period` steps, the model of a worker and a center pull each other closer."""
 
     async def work(self, worker: Worker) -> None:
         while True:
             await worker.begin_step()
-            force = await exchange(worker, self.period, self.elasticity)
+            force = await self.exchange(worker)
+            try:
+                worker.step(await worker.gradient())
+            finally:
+                _give_way(worker, force)
+
+
+@dataclass(frozen=True, slots=True)
+class EAMSGD(_Elastic):
+    """Elastic averaging with Nesterov momentum at the workers, and none at the center."""
+
+    momentum: float = parameter(0.9, "Nesterov momentum of the workers' own steps", range=">= 0, < 1", symbol="δ")
+
+    def __post_init__(self) -> None:
+        _Elastic.__post_init__(self)
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"momentum must be at least 0 and below 1, got {self.momentum}. Use 0 for EASGD.")
+
+    async def work(self, worker: Worker) -> None:
+        while True:
+            await worker.begin_step()
+            force = await self.exchange(worker)
             velocity = worker.keep("velocity")
             velocity *= self.momentum
             worker.params += velocity
@@ -119,40 +138,13 @@ class EAMSGD:
                 worker.step(await worker.gradient())
             finally:
                 velocity += worker.params - before
-                give_way(worker, force)
+                _give_way(worker, force)
 
 
-async def exchange(worker: Worker, period: int, elasticity: float | None) -> torch.Tensor | None:
-    """Move the center by the force `elasticity` (x - z), and return the force; None between two exchanges."""
-    if not worker.over_servers and CENTER not in worker.state.kept:
-        worker.keep(CENTER).copy_(worker.params)
-    if worker.clock % period:
-        return None
-    alpha = BETA / worker.world_size if elasticity is None else elasticity
-    if worker.over_servers:
-        center = worker.state.storage.look_at(await worker.server.fetch())
-        force = (worker.params - center) * alpha
-        await worker.server.push(force)
-        return force
-    center = worker.keep(CENTER)
-    force = (worker.params - center) * alpha
-    started = worker.node.now()
-    center += await worker.group.mean(force, share=1.0)  # the sum, equal at every worker
-    worker.state.give()
-    worker.state.meter.add("communicate", started, worker.node.now(), "all_reduce")
-    return force
+def _give_way(worker: Worker, force: torch.Tensor | None) -> None:
+    """Move the model toward the center by the force that moved the center.
 
-
-def give_way(worker: Worker, force: torch.Tensor | None) -> None:
-    """Move the model toward the center by the force that moved the center."""
+    The center has moved before the gradient, so the model moves also where the work ends or is suspended at it.
+    """
     if force is not None:
         worker.params -= force
-
-
-def _check(period: int, elasticity: float | None) -> None:
-    if period < 1:
-        raise ValueError(f"period counts mini-batches and must be >= 1, got {period}. Use 1 to meet at every step.")
-    if elasticity is not None and not 0 <= elasticity <= 1:
-        raise ValueError(
-            f"elasticity must be from 0 to 1, got {elasticity}. Leave it out for 0.9 divided by the number of workers."
-        )

@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from dure.job.optimizer import OptimizerSpec
     from dure.sync.worker import Worker
 
-_NO_LOOP = "its workers write to one memory, in which a model of one's own does not lie"
-
 
 @dataclass(frozen=True, slots=True)
 class Hogwild:
@@ -60,7 +58,7 @@ class Hogwild:
     traits: ClassVar[Traits] = Traits(
         needs=("memory",),
         reasons=Reasons(
-            loop=_NO_LOOP,
+            loop="its workers write to one memory, in which a model of one's own does not lie",
             topology="its workers write to one model, in the memory of one machine",
             stages="its workers share the memory of one model, and the stages of a pipeline have one each",
         ),
@@ -95,15 +93,7 @@ class HogBatch:
         1.0, "factor of the learning rate after each pass of a worker over its samples", range="> 0, <= 1"
     )
 
-    traits: ClassVar[Traits] = Traits(
-        needs=("memory",),
-        reasons=Reasons(
-            loop=_NO_LOOP,
-            topology="its workers write to one model, in the memory of one machine",
-            stages="its workers share the memory of one model, and the stages of a pipeline have one each",
-        ),
-        sparse=True,
-    )
+    traits: ClassVar[Traits] = Hogwild.traits
 
     def __post_init__(self) -> None:
         if self.batch < 1:

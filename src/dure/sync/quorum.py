@@ -40,8 +40,8 @@ version.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from dure.core.parameter import parameter
 from dure.sync.base import Messages, Reasons, ServerRule, Traits
@@ -55,21 +55,26 @@ if TYPE_CHECKING:
     from dure.sync.worker import Worker
 
 
+def _k(meaning: str, unit: str) -> Any:
+    """The parameter K of Dutta et al."""
+    return parameter(None, meaning, range=">= 1", unit=unit, symbol="K")
+
+
 @dataclass(frozen=True, slots=True)
 class _Quorum:
-    """What the methods of Dutta et al. share: `k`, which `counts` workers or mini-batches; `advice` ends the error."""
+    """The part that the methods of Dutta et al. share: `k`, and its check, whose error ends with `advice`."""
 
     paper: ClassVar[str] = (
         "Dutta, Joshi, Ghosh, Dube and Nagpurkar, Slow and Stale Gradients Can Win the Race, AISTATS 2018"
     )
-    counts: ClassVar[str]
     advice: ClassVar[str]
 
     k: int | None = None
 
     def __post_init__(self) -> None:
         if self.k is not None and self.k < 1:
-            raise ValueError(f"k counts {self.counts} and must be >= 1, got {self.k}. {self.advice}")
+            counts = fields(self)[0].metadata["unit"]
+            raise ValueError(f"k counts {counts} and must be >= 1, got {self.k}. {self.advice}")
 
     def quorum(self, workers: int) -> int:
         """K, the gradients of an update, with `workers` live ones."""
@@ -80,16 +85,9 @@ class _Quorum:
 class KSync(_Quorum):
     """Synchronous SGD on the gradients of the first `k` workers; the other workers start over."""
 
-    counts: ClassVar[str] = "workers"
     advice: ClassVar[str] = "Use as many as there are for BSP."
 
-    k: int | None = parameter(
-        None,
-        "workers whose gradients make an update; none: all but one in twenty, or all but one",
-        range=">= 1",
-        unit="workers",
-        symbol="K",
-    )
+    k: int | None = _k("workers whose gradients make an update; none: all but one in twenty, or all but one", "workers")
 
     traits: ClassVar[Traits] = Traits(
         needs=("servers",),
@@ -120,15 +118,10 @@ class KSync(_Quorum):
 class KBatchSync(_Quorum):
     """Synchronous SGD on the first `k` mini-batches of any workers; unfinished ones start over."""
 
-    counts: ClassVar[str] = "mini-batches"
     advice: ClassVar[str] = "Use 1 for the first that comes."
 
-    k: int | None = parameter(
-        None,
-        "mini-batches that make an update; none: as many as all workers but one in twenty, or but one",
-        range=">= 1",
-        unit="mini-batches",
-        symbol="K",
+    k: int | None = _k(
+        "mini-batches that make an update; none: as many as all workers but one in twenty, or but one", "mini-batches"
     )
 
     traits: ClassVar[Traits] = Traits(
@@ -155,16 +148,9 @@ class KBatchSync(_Quorum):
 class KAsync(_Quorum):
     """Asynchronous SGD on the gradients of any `k` workers, however stale; those `k` wait for the update."""
 
-    counts: ClassVar[str] = "workers"
     advice: ClassVar[str] = "Use 1 for asynchronous SGD."
 
-    k: int | None = parameter(
-        None,
-        "workers whose gradients make an update; none: all but one in twenty, or all but one",
-        range=">= 1",
-        unit="workers",
-        symbol="K",
-    )
+    k: int | None = _k("workers whose gradients make an update; none: all but one in twenty, or all but one", "workers")
 
     traits: ClassVar[Traits] = Traits(
         needs=("servers",),
@@ -193,15 +179,10 @@ class KAsync(_Quorum):
 class KBatchAsync(_Quorum):
     """Asynchronous SGD on any `k` gradients, however stale; no worker waits."""
 
-    counts: ClassVar[str] = "mini-batches"
     advice: ClassVar[str] = "Use 1 for asynchronous SGD."
 
-    k: int | None = parameter(
-        None,
-        "mini-batches that make an update; none: as many as all workers but one in twenty, or but one",
-        range=">= 1",
-        unit="mini-batches",
-        symbol="K",
+    k: int | None = _k(
+        "mini-batches that make an update; none: as many as all workers but one in twenty, or but one", "mini-batches"
     )
 
     traits: ClassVar[Traits] = Traits(
