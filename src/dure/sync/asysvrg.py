@@ -102,7 +102,7 @@ class AsySVRG:
         """Compute this worker's part of F at w_t, and contribute it to the mean."""
         snapshot, samples = worker.memory.vector("snapshot"), worker.state.data.samples
         total, kept = worker.keep("total"), worker.kept_plain
-        if kept.get("phase") != phase:
+        if kept.get("phase") != phase:  # of another epoch; after a restart within F the sum goes on
             total.zero_()
             kept.update(phase=phase, weight=0)
         while True:
@@ -115,6 +115,7 @@ class AsySVRG:
             total += gradient * len(indices)
             kept["weight"] += len(indices)
             worker.heartbeat()
+        # The incarnation lets the memory refuse what this worker sent before a crash or an eviction.
         await worker.memory.contribute(total, kept["weight"], incarnation=worker.server.client.sender.incarnation)
         kept["phase"] = None
 
@@ -124,6 +125,7 @@ class AsySVRG:
         snapshot, mean = memory.vector("snapshot"), memory.vector("mean")
         while True:
             await worker.memory.read(alone=self.lock == "readwrite")
+            # The boundary comes before the claim, so that no checkpoint leaves a claimed mini-batch undone.
             await worker.state.boundary.stop(worker.state)
             if memory.claim(_SAMPLES, worker.state.batch_size, limit=limit) is None:
                 return

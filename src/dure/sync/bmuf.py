@@ -152,6 +152,7 @@ class BMUF:
     async def block_at_servers(self, worker: Worker) -> None:
         """Push Wg - w_k; the servers step to the next W by the mean. The change of W gives the look-ahead."""
         model, start = worker.keep("model"), worker.keep("start")
+        # The servers hold W without look-ahead. Their SGD subtracts, so the change is pushed with its sign reversed.
         await worker.server.push(start - worker.params, stats={"clock": worker.clock})
         await worker.server.next_version()
         if self.nesterov:
@@ -171,6 +172,7 @@ class BMUF:
 
     async def over_collective(self, worker: Worker) -> None:
         streams, cuts = self.streams, self.streams.cuts(worker.params.numel())
+        # Means that were under way at a checkpoint are started again, from the vectors as they were sent.
         under_way = deque(
             self.send(worker, cuts[number], sent, worker.keep("sent"))
             for sent, number in streams.under_way(worker.clock)
@@ -197,7 +199,7 @@ class BMUF:
 
     def send(self, worker: Worker, cut: slice, clock: int, values: Tensor) -> _Sent:
         """Start the mean of a fragment of `values`."""
-        if self.overlap:
+        if self.overlap:  # the steps until the mean is there are the difference from this copy
             _part(worker.keep("sent"), cut).copy_(_part(values, cut))
         mean = worker.group.mean(_part(values, cut), since=_part(worker.keep("start"), cut))
         return _Sent(clock + self.overlap, cut, mean)
@@ -208,7 +210,7 @@ class BMUF:
         mean = await sent.mean
         worker.state.meter.add("communicate", started, worker.node.now(), "all_reduce")
         if isinstance(mean, Ghost):
-            return
+            return  # only time counts
         start, params = worker.keep("start")[sent.cut], worker.params[sent.cut]
         self.block_step(worker.keep("model")[sent.cut], start, worker.keep("delta")[sent.cut], mean)
         params.copy_(start + (params - worker.keep("sent")[sent.cut]) if self.overlap else start)

@@ -54,6 +54,7 @@ class Corrected:
         return server_rule_of(self.method, optimizer)
 
     def __getattr__(self, name: str) -> Any:
+        # `copy` and `pickle` look names up before `method` is set, which would call this without end.
         if name == "method" or name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.method, name)

@@ -148,7 +148,7 @@ class Downpour:
             gradient = await worker.gradient()
             if worker.state.steps_left:
                 await worker.server.push_pull(gradient)
-            else:
+            else:  # no gradient would use what a pull brings
                 await self.push(worker, gradient, overlap=False)
 
     def due(self, worker: Worker) -> bool:
@@ -167,7 +167,9 @@ class Downpour:
             return
         accrued = worker.keep("accrued")
         accrued += gradient
-        worker.kept_plain["base"] = worker.state.versions
+        worker.kept_plain["base"] = (
+            worker.state.versions
+        )  # of the last gradient in the sum, from which staleness counts
         if self.due(worker):
             await self.push(worker, accrued, overlap=overlap)
             accrued.zero_()
@@ -177,13 +179,13 @@ class Downpour:
             worker.state.adopt(await worker.server.fetched())
             if worker.state.steps_left > self.n_fetch:  # a later step uses it
                 await worker.server.pull_async()
-        elif self.local_lr:
+        elif self.local_lr:  # own steps write to the parameters, so these cannot be the server's memory
             await worker.server.pull()
         else:
             await worker.server.pull(lend=True)
 
     async def push(self, worker: Worker, update: Tensor, *, overlap: bool) -> None:
-        if overlap:
+        if overlap:  # the transfer reads the update while the method goes on to change it
             await worker.server.push_async(update.clone())
         else:
             await worker.server.push(update)

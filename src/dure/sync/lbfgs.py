@@ -149,7 +149,10 @@ class LBFGS:
                 kept["batch"] = batch
                 kept["loss"], _ = await lead.evaluate("w", "g", batch=batch)
                 if not math.isfinite(kept["loss"]):
-                    raise DivergedError(f"the loss at the point where the search begins is {kept['loss']}.")
+                    raise DivergedError(
+                        f"the loss is {kept['loss']} where a line search begins, and must be finite. Look for NaN "
+                        "and very large values in the data and the initial parameters."
+                    )
             slope = await self.direction(lead, pairs)
             trial = await self.line(lead, slope) if slope < 0 or lead.timing_only else None
             if trial is not None:

@@ -1,4 +1,4 @@
-"""What befalls a worker between its steps: entry, return after an eviction, leave, and the state in a checkpoint."""
+"""The lifecycle of a worker: entry into a run, return after an eviction, leave, and the state in a checkpoint."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ async def join(worker: WorkerState, *, newcomer: bool, period: int = 1) -> None:
         return
     joined = await sessions.server.join()
     if not newcomer:
-        return
+        return  # the workers of the start begin together, at clock 0
     worker.stats = sessions.server.client.stats
     if worker.boundary.alone and not worker.stats:
         return  # no worker has ended yet, so this one works like the others, from its own clock
     synchronized = min((stats["clock"] for stats in worker.stats), default=joined.clock * period)
     worker.clock = worker.joined_at = worker.given = int(synchronized)
-    if sessions.memory is None:
+    if sessions.memory is None:  # a model in shared memory needs no pull
         await sessions.server.pull()
 
 
 async def rejoin(worker: WorkerState, period: int = 1) -> None:
     """Join again after an eviction, as a newcomer; the steps so far stay counted."""
     done = worker.clock - worker.joined_at
-    worker.asking = False
+    worker.asking = False  # the eviction ended the wait for admission
     await join(worker, newcomer=True, period=period)
     worker.joined_at = worker.clock - done
 
@@ -74,6 +74,7 @@ def state(worker: WorkerState) -> State:
     }
     whole = State(tensors, plain) | State(worker.kept, worker.kept_plain).under("kept")
     whole |= worker.optimizer.state().under("optimizer") | _state_of_codec(worker)
+    # A run in which only time counts has no values, and its checkpoint has the plain state alone.
     return State({name: tensor for name, tensor in whole.tensors.items() if not isinstance(tensor, Ghost)}, whole.plain)
 
 
@@ -89,11 +90,11 @@ def restore(worker: WorkerState, state: State) -> None:
     """Set a worker to the state of a checkpoint."""
     if not isinstance(worker.params, Ghost):
         state = state.to(worker.params.device)
+        params = state.tensors["params"]
+        if params.shape != worker.params.shape:
+            raise ValueError(f"{params.numel()} parameters in place of {worker.params.numel()}")
+        worker.params = params.clone()
     tensors, plain = state.tensors, state.plain
-    if not isinstance(worker.params, Ghost):
-        if tensors["params"].shape != worker.params.shape:
-            raise ValueError(f"{tensors['params'].numel()} parameters in place of {worker.params.numel()}")
-        worker.params = tensors["params"].clone()
     worker.buffers = tensors["buffers"].clone() if "buffers" in tensors else None
     kept = state.part("kept").cloned()
     worker.kept, worker.kept_plain = kept.tensors, kept.plain
@@ -103,6 +104,7 @@ def restore(worker: WorkerState, state: State) -> None:
     worker.refusals.total, worker.refusals.in_a_row = plain.get("refused", (0, 0))
     worker.lr = plain.get("lr")  # of gradients that are not pushed yet
     _restore_sessions(worker, State(under_prefix("coded.", tensors), plain))
+    # The next push names the versions that its gradient was computed on, also where no pull comes before it.
     if plain["versions"] is not None:
         worker.storage.pulled = Pulled(worker.params, list(plain["versions"]))
 

@@ -75,7 +75,9 @@ class LocalSGD:
         kept = worker.kept_plain
         self.enter(worker)
         try:
+            # With pace=time, the worker that ends first ends the work of all: no other would meet it again.
             while not any(stats["last"] for stats in worker.state.stats):
+                # A checkpoint may lie between push and admission: the model is at the servers, and gets no more steps.
                 if not kept["pushed"]:
                     await self.step(worker)
                 if worker.clock >= kept["due"]:
@@ -89,12 +91,13 @@ class LocalSGD:
         kept = worker.kept_plain
         sent = worker.state.stats
         rounds = self.after(sent) if sent else Rounds(**kept.get("rhythm", {"period": self.period}))
+        # A worker that resumes within a round keeps its figures, unless the others have averaged without it.
         if kept.get("rhythm") != rounds.plain or worker.clock == kept["began"]:
             self.begin(worker, rounds)
         worker.state.last_sync = kept["began"]
 
     def begin(self, worker: Worker, rounds: Rounds) -> None:
-        """Begin a round."""
+        """Begin a round, at the models that are equal at all workers now."""
         kept = worker.kept_plain
         worker.state.last_sync = worker.clock
         steps = self.pace.steps(rounds, kept.get("step", 0.0))
@@ -138,7 +141,7 @@ class LocalSGD:
         if self.schedule.measures or self.weights.measures:
             await worker.group.gather_stats(stats)
         else:
-            worker.state.stats = [stats]
+            worker.state.stats = [stats]  # what the choices use of it is equal at all workers, so no message is needed
         started = worker.node.now()
         worker.params.copy_(await self.weights.mean(worker, stats["round loss"]))
         if self.state == "average":
@@ -149,6 +152,7 @@ class LocalSGD:
         worker.state.meter.add("communicate", started, worker.node.now(), "all_reduce")
 
     async def over_servers(self, worker: Worker, stats: Stats) -> None:
+        # The wait for the slowest worker is no cost of averaging, so `sync` counts the seconds of communication alone.
         kept, spent = worker.kept_plain, worker.state.meter.seconds
         started = spent["communicate"]
         if not kept["pushed"]:
@@ -181,7 +185,7 @@ class Rounds:
     """The state of a schedule, equal at all workers. The last average was at clock `began`; `period` is the next one.
 
     `rounds` counts the averages so far, and `first` is the mean loss of the first round. `step` is the mean seconds of
-    a step at the slowest worker, `sync` those of an average. Where rounds take equal time (`pace.EqualTime`), the next
+    a step at the slowest worker, `sync` those of an average. Where rounds take equal time (`EqualTime`), the next
     one takes `seconds`, in which a worker makes `steps` on average.
     """
 
@@ -197,6 +201,7 @@ class Rounds:
     @classmethod
     def of(cls, stats: Stats) -> Rounds:
         """The state that a worker sent with its figures."""
+        # Figures travel as floating-point numbers.
         period, began, rounds = (int(stats[name]) for name in ("period", "began", "rounds"))
         first, step, sync, seconds, steps = (stats[name] for name in ("first", "step", "sync", "seconds", "steps"))
         return cls(period, began, rounds, first, step, sync, seconds, steps)
@@ -428,7 +433,7 @@ class Weights(Protocol):
         return
 
     def weight(self, worker: Worker) -> float:
-        """Return the weight over servers."""
+        """Return the factor of the weight over servers that is known before the round."""
         return 1.0
 
     def exponent(self, loss: float) -> float:

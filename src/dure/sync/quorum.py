@@ -277,6 +277,7 @@ async def _gradient_unless_aborted(worker: Worker) -> torch.Tensor | None:
     computing = state.source.gradient(state)
     if state.source.can_stop and await worker.server.aborted(computing):
         state.meter.add("compute", started, state.node.now(), "aborted")
+        # An abort is a step without an update: otherwise a worker that is always late would never end its work.
         state.clock += 1
         state.given += 1
         if state.on_abort is not None:

@@ -104,6 +104,7 @@ class SSP:
                 await worker.server.next_version()
                 worker.kept_plain["cached"] = worker.server.slowest
             gradient = await worker.gradient()
+            # The servers add changes up, so each worker reads its own writes: in its cache at once, in a pull later.
             before = worker.params.clone()
             worker.step(gradient)
             await worker.server.push(worker.params - before)

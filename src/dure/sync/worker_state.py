@@ -206,6 +206,7 @@ class Storage:
 
     def room(self, worker: WorkerReplica) -> torch.Tensor:
         """Return memory for parameters that are received while the present ones are in use."""
+        # Two vectors take turns: gradients are computed on one while the next pull arrives in the other.
         room, self.spare = self.spare, None
         return worker.params.clone() if room is None else room
 
@@ -214,7 +215,7 @@ class Storage:
         self._leave(worker)
         worker.params = pulled.values
         self.pulled = pulled
-        if pulled.release is not nothing:
+        if pulled.release is not nothing:  # the server writes to lent memory only after its release
             self.lent, self.writes = pulled, _writes(pulled.values)
 
     def look_at(self, pulled: Pulled) -> torch.Tensor:
@@ -387,7 +388,7 @@ class WorkerState:
     def finish_step(self, gradient: Gradient, *, shared: bool = False) -> torch.Tensor:
         """Count the step of a gradient, which may be `shared` by the group; return its values."""
         self.check_loss(gradient)
-        self.count_step(gradient)
+        self.count_step(gradient)  # also of a refused gradient: workers of a group count alike
         if is_sound(gradient):
             if self.refusals.in_a_row:
                 self.refusals.in_a_row, self.pausing = 0, False
@@ -467,6 +468,7 @@ class WorkerState:
 
     def work_at(self, values: torch.Tensor, version: int, free: torch.Tensor | None) -> None:
         """Go on with parameters in shared memory, or a copy of them; `free` has room for the next copy."""
+        # `values` may be the shared model itself, so they never become spare.
         self.params, self.storage.spare = values, free
         self.storage.pulled = Pulled(values, [version])
 
@@ -484,6 +486,7 @@ class WorkerState:
 
     def wait_for_admission(self) -> None:
         """Begin to wait for admission. Raises `Suspend` if that is a boundary and a checkpoint is due."""
+        # The slowest worker may have stopped for this checkpoint, and a wait for it would never end.
         if self.boundary.waiting and self.suspends():
             raise Suspend
         self.asking = self.boundary.waiting
@@ -491,5 +494,8 @@ class WorkerState:
 
 def _present(session: Session | None, what: str) -> Session:
     if session is None:
-        raise UsageError(f"a method asked for {what}, which this run does not have: its topology is another.")
+        raise UsageError(
+            f"a method asked for {what}, which the topology of this run does not offer. Name what the method needs in "
+            "its dure.Traits(needs=...), and run it over a topology that offers it."
+        )
     return session
