@@ -130,12 +130,14 @@ class DeviceTransfers:
             send(request, done)
             return
 
+        bare = replace(request, tensors=())  # `leave` must not keep the caller's tensors
+
         def leave(message: DeviceMessage) -> None:
             if operation.done:  # it was cancelled
                 self._release(message)
                 return
             room = None if into is None else cut(message.incoming, message.into)
-            on_host = replace(request, tensors=cut(message.outgoing, message.tensors), into=room)
+            on_host = replace(bare, tensors=cut(message.outgoing, message.tensors), into=room)
             send(on_host, lambda answer: done(self._arrived(message, answer)))
 
         message = DeviceMessage(key, tensors, into or (), self._here().record_event(), leave)
