@@ -109,6 +109,7 @@ class Stage:
     def newest(self) -> Tensor:
         """The newest weights. They change with each update, and a backward that reads them reads them as they are."""
         params = self.requester.params
+        # in a group only `update` changes the parameters; over servers new ones arrive while mini-batches are in flight
         if self._aliases or isinstance(params, Ghost):
             return params
         if self._mirror is None:
@@ -126,8 +127,10 @@ class Stage:
         """The newest weights at the first forward of a mini-batch, in memory that no update before its own changes."""
         if batch not in self._stashed:
             self._stashed[batch] = self.newest
+            # the copy belongs to this mini-batch now, so `newest` takes other memory next time
             if self._stashed[batch] is self._mirror:
                 self._mirror = None
+        # several mini-batches may share one stash, and the parameters themselves are counted by the 1
         own = {id(each) for each in self._stashed.values()} - {id(self.requester.params)}
         self.counts.most_versions = max(self.counts.most_versions, 1 + len(own))
         return self._stashed[batch]
@@ -168,6 +171,7 @@ class Stage:
     def _stash_ahead(self, batch: int) -> None:
         """Stash the weights before the update of a mini-batch for those that are to read them after it."""
         lag, first = self.pipeline.lag, self._batches.start
+        # the first mini-batches after a drain read the weights at its start: no update is `lag` before them
         for later in range(first if batch == first else batch + lag, batch + lag + 1):
             if lag and batch < later < self._batches.stop:
                 self._versions.setdefault(later, self.version)
@@ -176,8 +180,11 @@ class Stage:
     def _unstash(self, batch: int) -> None:
         """Let go of the weights of a mini-batch. If others have the newest, updates go on in other memory."""
         freed, params = self._stashed.pop(batch, None), self.requester.params
+        # memory is free again once no other mini-batch reads it
         if freed is not None and freed is not params and not any(each is freed for each in self._stashed.values()):
             self._free.append(freed)
+        # The optimizer writes in place. Where a stash is the parameters' own memory, the stash keeps it and the update
+        # goes on in other memory: no copy is made where no other mini-batch reads the old version.
         if any(each is params for each in self._stashed.values()):
             self.requester.params = self._memory().copy_(params)
 
@@ -216,11 +223,13 @@ class Stage:
         share, _ = self._pass_shares(stage, action)
         await self.compute(action, lambda: self._forward(action, stage, passed), forward=share.total, passed=passed)
         self._passed[action.batch, action.micro, action.chunk] = passed
+        # one forward stands for all in flight: a later one overwrites what backwards of earlier ones read
         if self.pipeline.overwrites:
             self._passed = dict.fromkeys(self._passed, passed)
         self._hold(stage, action)
         outputs = [] if passed is None else [each.detach().contiguous() for each in passed.outputs]
         self.messages.send_outputs(action, outputs)
+        # only now: the outputs were needed for the message, and `_forward_again` makes them for the backward
         if passed is not None and self.pipeline.remat:
             passed.outputs = ()
 
@@ -243,6 +252,7 @@ class Stage:
         gradients = await self.messages.gradients(action) if inputs and predict is None else ()
         key = action.batch, action.micro, action.chunk
         passed = self._passed[key]
+        # I (inputs alone) comes before W of the same micro-batch, which still needs the activations
         if weights:
             del self._passed[key]
             if not (self.pipeline.overwrites and self._passed):
@@ -259,6 +269,7 @@ class Stage:
                     passed.gradients = predict([each.detach() for each in passed.outputs if each.requires_grad])
                 found.extend(self._backward(action, stage, passed, inputs=inputs, weights=weights))
 
+        # remat pays the forward a second time, in the action that needs the activations first
         ahead, back = self._pass_shares(stage, action)
         part = back.total * (HALF * inputs + HALF * weights)
         again = ahead.total if self.pipeline.remat and inputs else 0.0
@@ -291,6 +302,8 @@ class Stage:
 
     def update(self, batch: int) -> Gradient:
         """The gradient of a mini-batch: the sum of its micro-batches'."""
+        # The order matters: mini-batches that read the weights before this update stash them first. Then this one lets
+        # go of its own, and only then may the optimizer write.
         behind = self._updates(batch) - self._versions.pop(batch)
         self.counts.staleness[behind] += 1
         self._stash_ahead(batch)
@@ -301,6 +314,7 @@ class Stage:
         if self.module is None:
             return Gradient(self.requester.params, 0.0, 0)
         total, summed = self._sums.pop(batch), self._summed.pop(batch)
+        # sums begin in uninitialized memory: a layer that no micro-batch has reached has no gradient
         for number, layer in enumerate(self.module.replica.layers):
             if number not in summed:
                 total[layer.start : layer.stop].zero_()
@@ -352,6 +366,7 @@ class Stage:
         """A forward before its computation."""
         rows = self.rows(action.micro)
         passed = Passed((), self._over(weights), rows, share=rows / self.batches.batch_size)
+        # inputs of the model need no gradient; those from the stage before are leaves, whose gradients go back to it
         if stage == 0:
             passed.batch = self.batches.inputs(action.batch, action.micro)
         else:
@@ -375,6 +390,7 @@ class Stage:
         assert self.module is not None
         if self.pipeline.remat and inputs:
             self._forward_again(action, stage, passed)
+        # W of the same micro-batch would count the loss twice
         if inputs and stage == self.layout.depth - 1:
             loss = passed.outputs[0].detach()
             self._losses[action.batch] = self._losses[action.batch] + loss if action.batch in self._losses else loss
@@ -412,6 +428,7 @@ class Stage:
 
     def _over(self, memory: Tensor) -> Leaves:
         assert self.module is not None
+        # memory of stashes is used again and again: leaves are made once for each, whatever tensor is a view of it
         found = self._leaves.get(memory.data_ptr())
         if found is None:
             found = self._leaves[memory.data_ptr()] = self.module.leaves(memory)
