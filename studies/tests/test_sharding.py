@@ -11,7 +11,7 @@ from support.imbalance import imbalance
 from dure.cli.main import main
 from dure.job.replica import Layer, Replica
 from dure.runtime.virtual.cluster import Cluster
-from dure.topology.parameter_server.layout import split
+from dure.topology.parameter_server.topology import split
 from dure_jobs.vgg16 import convnet, vgg16_shapes
 from dure_studies import namespaces, sharding, sharding_accuracy, sharding_real, sharding_virtual
 from dure_studies.sharding import PAPER, _row

@@ -25,7 +25,7 @@ from dure.topology.collective.compressed import ChunkServer
 from dure.topology.collective.ranks import GroupFailure
 from dure.topology.fields import CLOSED, COMMAND, PUSHED, REPORT
 from dure.topology.gossip.topology import Peer
-from dure.topology.hybrid.rows import RowShard
+from dure.topology.hybrid.topology import RowShard
 from dure.topology.parameter_server.clock import ClockService
 from dure.topology.parameter_server.coordinator import Coordinator
 from dure.topology.parameter_server.policies import Bounded

@@ -32,8 +32,8 @@ from dure.run.virtual import VirtualRun, VirtualSegment
 from dure.runtime.virtual.cluster import Cluster, Event, Link, Machines, ServerMachines
 from dure.runtime.virtual.compute import Constant, LogNormal, ShiftedExponential
 from dure.sync import REMEDIES
-from dure.topology.parameter_server.layout import split
 from dure.topology.parameter_server.policies import Barrier
+from dure.topology.parameter_server.topology import split
 
 STRATEGIES = [
     "bsp collective",

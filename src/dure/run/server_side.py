@@ -12,8 +12,8 @@ from dure.core.node import Address
 from dure.sync.base import server_rule_of, servers_have_own_rule
 from dure.sync.corrected import compares, corrections, server_optimizer
 from dure.topology.parameter_server.clock import EVICT_SECONDS, ClockService
-from dure.topology.parameter_server.layout import ServerLayout
 from dure.topology.parameter_server.shard import clocked_at
+from dure.topology.parameter_server.topology import ServerLayout
 
 if TYPE_CHECKING:
     from dure.core.node import Node

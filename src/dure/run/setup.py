@@ -24,7 +24,7 @@ from dure.sync.base import Periodic, Traits, server_rule_of, traits_of
 from dure.sync.worker_state import Boundary
 from dure.topology.base import MethodNeeds, RunPlan, Topology, deployed
 from dure.topology.parameter_server.client import ServerClient
-from dure.topology.parameter_server.layout import ServerLayout
+from dure.topology.parameter_server.topology import ServerLayout
 
 if TYPE_CHECKING:
     from dure.codec.base import Codec

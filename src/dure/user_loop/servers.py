@@ -36,10 +36,10 @@ from dure.runtime.wire import Credentials, Identity, Loss
 from dure.sync import lifecycle
 from dure.sync.base import traits_of
 from dure.topology.parameter_server.client import ServerClient
-from dure.topology.parameter_server.layout import held_by
 from dure.topology.parameter_server.session import ServerSession
 from dure.topology.parameter_server.shard import Shard
 from dure.topology.parameter_server.staging import Corrections
+from dure.topology.parameter_server.topology import held_by
 from dure.user_loop.optimizer import ServerOptimizer
 
 if TYPE_CHECKING:

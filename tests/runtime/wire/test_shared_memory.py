@@ -21,8 +21,8 @@ from dure.runtime.process.node import ProcessNode
 from dure.runtime.wire import Identity, WireLimits
 from dure.runtime.wire.memory import Borrower, Lender
 from dure.topology.parameter_server.client import ServerClient
-from dure.topology.parameter_server.layout import ServerLayout
 from dure.topology.parameter_server.shard import Shard
+from dure.topology.parameter_server.topology import ServerLayout
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is shared under Linux only")
 

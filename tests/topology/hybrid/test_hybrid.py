@@ -30,7 +30,7 @@ from dure.runtime.virtual.cluster import Cluster
 from dure.runtime.virtual.compute import Constant
 from dure.topology.hybrid.choice import Hybrid
 from dure.topology.hybrid.placement import ClusterShape, Use, decide, measure
-from dure.topology.hybrid.rows import RowShard, added
+from dure.topology.hybrid.topology import RowShard, added
 
 FILE = row_jobs.__file__
 OTHERS = ["bsp ps", "bsp ps:shards=3,colocated=true"]

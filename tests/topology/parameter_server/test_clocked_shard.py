@@ -28,9 +28,9 @@ from dure.runtime.wire import Identity, WireLimits
 from dure.topology.parameter_server.admission import Policy
 from dure.topology.parameter_server.client import ServerClient
 from dure.topology.parameter_server.clock import ClockService
-from dure.topology.parameter_server.layout import ServerLayout
 from dure.topology.parameter_server.policies import Barrier, Bounded, FirstOf
 from dure.topology.parameter_server.shard import NAME, Shard, clocked_at, serve_clock
+from dure.topology.parameter_server.topology import ServerLayout
 
 NUMEL = 7
 FAR = Link(bandwidth=1e12, latency=5e-3)

@@ -22,9 +22,9 @@ from dure.job.optimizer import OptimizerSpec
 from dure.topology.parameter_server.admission import Decision, Policy, Start
 from dure.topology.parameter_server.client import ServerClient
 from dure.topology.parameter_server.clock import ClockService
-from dure.topology.parameter_server.layout import ServerLayout, split
 from dure.topology.parameter_server.policies import AnyOf, Barrier, Bounded, FirstOf
 from dure.topology.parameter_server.shard import Shard
+from dure.topology.parameter_server.topology import ServerLayout, split
 
 UPDATE = cast(torch.Tensor, Ghost(2))
 KILL: Channel = ("kill", Address("", ""))

@@ -8,9 +8,9 @@ from support.nodes import World
 from dure.job.optimizer import OptimizerSpec
 from dure.topology.parameter_server.client import ServerClient
 from dure.topology.parameter_server.clock import ClockService
-from dure.topology.parameter_server.layout import ServerLayout
 from dure.topology.parameter_server.policies import Bounded
 from dure.topology.parameter_server.shard import Shard
+from dure.topology.parameter_server.topology import ServerLayout
 
 
 def test_settled_means_applied():

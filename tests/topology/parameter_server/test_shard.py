@@ -27,9 +27,9 @@ from dure.topology.parameter_server.admission import Policy
 from dure.topology.parameter_server.choice import SPLITS
 from dure.topology.parameter_server.client import ServerClient
 from dure.topology.parameter_server.clock import ClockService
-from dure.topology.parameter_server.layout import ServerLayout, split
 from dure.topology.parameter_server.policies import Barrier, Bounded
 from dure.topology.parameter_server.shard import Shard
+from dure.topology.parameter_server.topology import ServerLayout, split
 from dure.topology.replica import Pulled
 
 NUMEL = 41

@@ -12,8 +12,8 @@ from dure.core.vectors import pieces
 from dure.errors import Evicted, Refused
 from dure.job.optimizer import OptimizerSpec
 from dure.topology.parameter_server.client import ServerClient
-from dure.topology.parameter_server.layout import ServerLayout, split
 from dure.topology.parameter_server.shard import Shard
+from dure.topology.parameter_server.topology import ServerLayout, split
 
 NUMEL = 11
 START = torch.arange(NUMEL, dtype=torch.float64) - 4.0

@@ -31,9 +31,9 @@ from dure.runtime.virtual.compute import Constant
 from dure.topology.parameter_server.admission import Policy
 from dure.topology.parameter_server.client import ServerClient
 from dure.topology.parameter_server.clock import ClockService
-from dure.topology.parameter_server.layout import ServerLayout
 from dure.topology.parameter_server.policies import Barrier, FirstOf
 from dure.topology.parameter_server.shard import Shard, clocked_at, serve_clock
+from dure.topology.parameter_server.topology import ServerLayout
 
 NUMEL = 37
 DIGITS = 4810

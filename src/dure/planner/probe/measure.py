@@ -47,8 +47,8 @@ from dure.runtime.virtual.kernel import Kernel
 from dure.runtime.virtual.network import Network
 from dure.runtime.wire import Credentials, Identity
 from dure.topology.parameter_server.client import ServerClient
-from dure.topology.parameter_server.layout import ServerLayout
 from dure.topology.parameter_server.shard import Shard
+from dure.topology.parameter_server.topology import ServerLayout
 
 if TYPE_CHECKING:
     from dure.codec.base import Codec

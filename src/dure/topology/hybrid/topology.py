@@ -1,29 +1,375 @@
-"""A hybrid of collectives and servers in one run, and what a method calls of it: `worker.rows`."""
+"""A hybrid of collectives and servers in one run: servers hold tables in rows, a group of all workers the rest.
+
+    worker k, step t                                     every server
+      read: the rows of its batch at version t ---------->  once version t is there
+      <-------------------------------------------- values
+      gradient; the dense part around the ring
+      push: the rows touched, times the worker's share -->  kept until all have come; then added up in rank
+      <-------------------------------------- has it -----  order, one step of the optimizer: version t + 1
+
+Nobody may be missing: a server makes no step without all. A worker whose batch touches no row of a server says so in a
+message without a payload.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
 
 from dure.core.deployment import SERVER, NodeId
-from dure.core.node import Address
+from dure.core.node import Address, Apply, Call, Node, Operation, Reply, TensorSpec
+from dure.core.protocol import COUNT, DRIVER, OWN, RATE, WORKERS, RemoteService, carrying, remote
+from dure.core.state import State, with_prefix
 from dure.core.vectors import all_finite
-from dure.errors import Quarantined, UsageError
-from dure.job.optimizer import RangesOptimizer
+from dure.errors import Quarantined, Refused, StrategyError, UsageError
+from dure.job.gradient import ServerGradient
+from dure.job.optimizer import (
+    FlatOptimizer,
+    GroupRange,
+    OptimizerSpec,
+    RangesOptimizer,
+    RowOptimizer,
+    leaves_alone,
+    restrict,
+)
 from dure.topology.base import RunPlan, Topology, TopologyWorker
-from dure.topology.hybrid.placement import MEASURED, ClusterShape, Placement, decide, measure
-from dure.topology.hybrid.rows import RowClient, RowShard, check_rule, of_table
+from dure.topology.hybrid.placement import (
+    MEASURED,
+    ClusterShape,
+    Placement,
+    Rows,
+    ServerPart,
+    Table,
+    decide,
+    measure,
+    rows_read,
+    scatter,
+)
 
 if TYPE_CHECKING:
-    import torch
-
     from dure.core.meter import Meter
-    from dure.core.node import Group, Node
+    from dure.core.node import Group
+    from dure.job.data.dataset import Batch
     from dure.job.gradient import Gradient, GradientWork
     from dure.job.gradient_engine import GradientEngine
     from dure.topology.hybrid.choice import Hybrid
     from dure.topology.replica import WorkerReplica
+
+
+def check_rule(spec: OptimizerSpec) -> None:
+    """Raises `StrategyError` for an optimizer that would have to step rows that nobody touched."""
+    if not leaves_alone(spec):
+        raise StrategyError(
+            f'"{spec}" moves rows whose gradient is zero, and servers of rows hear only of those that were touched. '
+            "Use sgd or adagrad without momentum and weight decay, or topology hybrid:servers=none."
+        )
+
+
+def of_table(spec: OptimizerSpec, segments: Sequence[GroupRange], table: Table) -> tuple[OptimizerSpec, int]:
+    """The optimizer of a table, which is one parameter, and its group."""
+    for segment in segments:
+        if segment.start <= table.start < segment.stop:
+            return replace(spec, **segment.overrides), segment.group
+    return spec, 0
+
+
+class _Given(NamedTuple):
+    """What one worker has pushed: `rows` has numbers and values (count, width) of each table."""
+
+    whole: torch.Tensor
+    rows: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    lr: float | Sequence[float] | None
+
+    @property
+    def nbytes(self) -> int:
+        return self.whole.nbytes + sum(values.nbytes for _, values in self.rows)
+
+
+def added(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum of several workers' rows, in their order: each row that one of them has, ascending; its values.
+
+    >>> rows, values = added([(torch.tensor([1, 4]), torch.ones(2, 1)), (torch.tensor([0, 4]), torch.ones(2, 1))])
+    >>> rows.tolist(), values.squeeze(1).tolist()
+    ([0, 1, 4], [1.0, 1.0, 2.0])
+    """
+    union, places = torch.unique(torch.cat([rows for rows, _ in parts]), return_inverse=True)
+    total = parts[0][1].new_zeros(len(union), parts[0][1].shape[1])
+    for place, (_, values) in zip(torch.split(places, [len(rows) for rows, _ in parts]), parts, strict=True):
+        total.index_add_(0, place, values)
+    return union, total
+
+
+class RowShard(RemoteService):
+    """One server of a hybrid: a service.
+
+    `part` is what it holds, `values` that part's initial values (copied), `segments` the parameter groups of the whole
+    model. The rows of all its tables are numbered
+    through; on the wire a number is an int32.
+
+    Row numbers ascend; rows follow one another as their numbers do. `version` is the number of steps made.
+    """
+
+    called = "a server of rows"
+
+    def __init__(
+        self,
+        node: Node,
+        part: ServerPart,
+        values: torch.Tensor,
+        spec: OptimizerSpec,
+        workers: int,
+        segments: Sequence[GroupRange] = (),
+    ) -> None:
+        self.node = node
+        self.part = part
+        self.workers = workers
+        self.values = values.clone()
+        self.version = 0
+        self.applied = 0
+        self.refused = 0
+        self._head = part.head
+        self._shapes = part.shapes
+        whole = restrict(restrict(segments, part.plan.whole), [part.whole])
+        self._optimizer = FlatOptimizer(spec, self._head, values.dtype, segments=whole, device=values.device)
+        self._rules = [
+            RowOptimizer(own, values, group)
+            for table, values in zip(part.plan.tables, self._tables(), strict=True)
+            for own, group in [of_table(spec, segments, table)]
+        ]
+        self._given: dict[int, _Given] = {}
+        self._awaited: list[tuple[int, Operation[None]]] = []
+
+    @property
+    def staleness(self) -> dict[int, int]:
+        return {0: self.applied} if self.applied else {}
+
+    @property
+    def numbers(self) -> TensorSpec:
+        """Row numbers as a tensor of a call."""
+        return TensorSpec("int32", sum(rows for rows, _ in self._shapes), at_most=True)
+
+    @property
+    def pushed(self) -> Sequence[TensorSpec]:
+        """The tensors of a push."""
+        dtype = str(self.values.dtype).removeprefix("torch.")
+        rows = TensorSpec(dtype, len(self.values) - self._head, at_most=True)
+        return TensorSpec(dtype, self._head), self.numbers, rows
+
+    # ---- readers
+
+    @remote(WORKERS, version=COUNT)
+    @carrying(lambda shard: (shard.numbers,))
+    def _read(self, call: Call) -> Reply | Awaitable[Reply]:
+        """What is held whole, then the rows whose numbers the call brings; once that version is there."""
+        return self._when_there(call, partial(self._rows, self._counted(call.tensors[0])))
+
+    @remote(WORKERS, worker=OWN, version=COUNT, lr=RATE)
+    @carrying(lambda shard: shard.pushed)
+    def _push(self, call: Call) -> Reply | Awaitable[Reply]:
+        """Take the gradient of what is held whole, row numbers and rows; the last one makes the step."""
+        worker = call.fields["worker"]
+        whole, numbers, values = call.tensors
+        rows = self._counted(numbers)
+        sizes = [len(each) * width for each, (_, width) in zip(rows, self._shapes, strict=True)]
+        self._check(worker, call.fields["version"], sum(sizes), values, whole)
+        cut = zip(torch.split(values.clone(), sizes), rows, self._shapes, strict=True)
+        own = [(each, part.view(len(each), width)) for part, each, (_, width) in cut]
+        self._given[worker] = _Given(whole.clone(), own, call.fields["lr"])
+        return Reply() if len(self._given) < self.workers else self._step()
+
+    @remote(WORKERS, version=COUNT)
+    def _copy(self, call: Call) -> Reply | Awaitable[Reply]:
+        """All values; once that version is there."""
+        return self._when_there(call, lambda: Reply(tensors=[self.values]))
+
+    @remote(DRIVER, WORKERS)
+    def _status(self, call: Call) -> Reply:
+        """The counters."""
+        counts = {"version": self.version, "applied": self.applied, "refused": self.refused}
+        return Reply({**counts, "staleness": {str(key): count for key, count in self.staleness.items()}})
+
+    def _when_there(self, call: Call, answer: Callable[[], Reply]) -> Reply | Awaitable[Reply]:
+        version = call.fields["version"]
+        if version < self.version:
+            raise Refused(f"version {version} is gone from {self.node.name}, which is at {self.version}.")
+        if version == self.version:
+            return answer()
+        there = self.node.promise(f"version {version} of the rows at {self.node.name}")
+        self._awaited.append((version, there))  # now: the version may come before a coroutine has its first turn
+        return self._later(there, answer)
+
+    async def _later(self, there: Operation[None], answer: Callable[[], Reply]) -> Reply:
+        await there
+        return answer()
+
+    def _rows(self, rows: Sequence[torch.Tensor]) -> Reply:
+        """What is held whole may be lent: nobody pushes, so nothing changes, before all have read."""
+        found = [table[numbers].reshape(-1) for table, numbers in zip(self._tables(), rows, strict=True)]
+        return Reply(tensors=[self.values[: self._head], torch.cat([self.values[:0], *found])])
+
+    def _tables(self) -> list[torch.Tensor]:
+        """Views (rows, width) of its part of each table."""
+        at, tables = self._head, []
+        for rows, width in self._shapes:
+            tables.append(self.values[at : at + rows * width].view(rows, width))
+            at += rows * width
+        return tables
+
+    def _counted(self, numbers: torch.Tensor) -> list[torch.Tensor]:
+        """Row numbers through all tables as those of each. Raises `Refused` for what is no number or out of order."""
+        total = sum(rows for rows, _ in self._shapes)
+        in_order = bool((numbers.diff() > 0).all())
+        if len(numbers) and not (in_order and int(numbers[0]) >= 0 and int(numbers[-1]) < total):
+            self.refused += 1
+            raise Refused(f"{self.node.name} was asked for rows that are none of its {total}, or not in their order.")
+        at, found = 0, []
+        for rows, _ in self._shapes:
+            low, high = torch.searchsorted(numbers, numbers.new_tensor([at, at + rows])).tolist()
+            found.append(numbers[low:high].long() - at)
+            at += rows
+        return found
+
+    # ---- gradients come in
+
+    def _check(self, worker: int, version: int, expected: int, *tensors: torch.Tensor) -> None:
+        wrong = ""
+        if version != self.version or worker in self._given or not 0 <= worker < self.workers:
+            wrong = f"is of step {version}, and {self.node.name} is at {self.version}, or has come before"
+        elif len(tensors[0]) != expected:
+            wrong = f"has {len(tensors[0])} numbers for rows of {expected}"
+        elif not all(bool(torch.isfinite(each).all()) for each in tensors):
+            wrong = "is not finite: the training diverged. Try a lower learning rate"
+        if wrong:
+            self.refused += 1
+            raise Refused(f"the update of worker {worker} {wrong}.")
+
+    async def _step(self) -> Reply:
+        """All have come: one step of the optimizer by what they add up to."""
+        given = [self._given[worker] for worker in range(self.workers)]
+        self._given = {}
+        await self.node.compute(Apply(partial(self._apply, given), sum(each.nbytes for each in given)))
+        self.version += 1
+        self.applied += 1
+        for version, promise in self._awaited:
+            if version == self.version:
+                promise.resolve()
+        self._awaited = [(version, promise) for version, promise in self._awaited if version > self.version]
+        return Reply()
+
+    def _apply(self, given: Sequence[_Given]) -> None:
+        lr = given[0].lr
+        if self._head:
+            head, total = self.values[: self._head], given[0].whole
+            for each in given[1:]:
+                total += each.whole
+            self._optimizer.apply(head, total, head, lr=lr)
+        for number, (table, rule) in enumerate(zip(self._tables(), self._rules, strict=True)):
+            touched = [each.rows[number] for each in given if len(each.rows[number][0])]
+            if touched:
+                rule.apply(table, *added(touched), lr)
+
+    # ---- checkpoints
+
+    def state(self) -> State:
+        """The state that a checkpoint keeps between two steps; a copy."""
+        counts = {"version": self.version, "applied": self.applied, "refused": self.refused}
+        state = State({"values": self.values}, counts) | self._optimizer.state().under("whole", "optimizer")
+        for number, rule in enumerate(self._rules):
+            state.tensors |= with_prefix(f"table{number}.", rule.vectors)
+        return state.cloned()
+
+    def restore(self, state: State) -> None:
+        """Continue from `state`, on a fresh server."""
+        tensors, plain = state.tensors, state.plain
+        self.values.copy_(tensors["values"])
+        self._optimizer.restore(state.part("whole", "optimizer"))
+        for number, rule in enumerate(self._rules):
+            for name, vector in rule.vectors.items():
+                vector.copy_(tensors[f"table{number}.{name}"])
+        self.version, self.applied = int(plain["version"]), int(plain["applied"])
+        self.refused = int(plain["refused"])
+
+
+class RowClient:
+    """What a worker uses of the servers of a hybrid.
+
+    `rows` is the job's (`Job.rows`). Where `copies(version)` is true, all of that version is read, not only the rows of
+    the batch: then the worker's parameters are the model.
+    """
+
+    def __init__(self, node: Node, rank: int, plan: Placement, rows: Rows | None, servers: Sequence[Address]) -> None:
+        self.node = node
+        self.rank = rank
+        self.plan = plan
+        self.copies: Callable[[int], bool] = lambda version: False
+        self._job_rows = rows
+        self._servers = [(address, plan.part(number)) for number, address in enumerate(servers)]
+        self._read: list[torch.Tensor] = []
+
+    async def read(self, inputs: Batch, params: torch.Tensor, version: int) -> None:
+        """Bring into `params` what a batch reads of what servers hold, at `version`; waits until that is there."""
+        plan = self.plan
+        self._read = [rows_read(self._job_rows, inputs, table) for table in plan.tables if self._job_rows is not None]
+        if self.copies(version):
+            await self.copy(params, version)
+            return
+        asked = []
+        for address, part in self._servers:
+            rows = [each[part.own(each)] for each in self._read]
+            count = sum(len(each) * table.width for each, table in zip(rows, plan.tables, strict=True))
+            into = params.new_empty(part.head), params.new_empty(count)
+            if part.head or count or not plan.ring:  # a push must not overtake a server: only a ring makes sure of that
+                call = self.node.call(address, "read", part.numbered(rows), into=into, version=version)
+                asked.append((part, rows, into, call))
+        for part, rows, (whole, values), reply in asked:
+            await reply
+            scatter(params, plan.whole, part.whole[0], whole)
+            sizes = [len(each) * table.width for each, table in zip(rows, plan.tables, strict=True)]
+            for table, numbers, own in zip(plan.tables, rows, torch.split(values, sizes), strict=True):
+                table.of(params)[numbers] = own.view(-1, table.width)
+
+    async def copy(self, params: torch.Tensor, version: int) -> None:
+        """Bring all that servers hold at `version` into `params`."""
+        into = [params.new_empty(part.numel) for _, part in self._servers]
+        replies = [
+            self.node.call(address, "copy", into=(values,), version=version)
+            for (address, _), values in zip(self._servers, into, strict=True)
+        ]
+        for (_, part), values, reply in zip(self._servers, into, replies, strict=True):
+            await reply
+            part.put_into(params, values)
+
+    async def push(self, gradient: ServerGradient, version: int, lr: Any = None) -> None:
+        """Give this worker's part of the step from `version` to the servers; returns once they have it.
+
+        Raises `UsageError` if the gradient touches rows that the job did not say it reads.
+        """
+        for table, read, (rows, _) in zip(self.plan.tables, self._read, gradient.rows, strict=True):
+            _check_touched(table.name, read, rows)
+        replies = []
+        for address, part in self._servers:
+            own = [(rows[mask], values[mask]) for rows, values in gradient.rows for mask in (part.own(rows),)]
+            values = torch.cat([gradient.whole[:0], *(values.reshape(-1) for _, values in own)])
+            tensors = gradient.whole[slice(*part.whole)], part.numbered([rows for rows, _ in own]), values
+            replies.append(self.node.call(address, "push", *tensors, worker=self.rank, version=version, lr=lr))
+        for reply in replies:
+            await reply
+
+
+def _check_touched(name: str, read: torch.Tensor, touched: torch.Tensor) -> None:
+    places = torch.searchsorted(read, touched)
+    known = places < len(read)
+    known[known.clone()] = read[places[known]] == touched[known]
+    if not bool(known.all()):
+        row = int(touched[~known][0])
+        raise UsageError(
+            f"the gradient touches row {row} of {name}, which Job.rows did not say that the batch reads: its value was "
+            "not up to date. Have Job.rows name every row that the loss depends on."
+        )
 
 
 class RowSession:

@@ -30,7 +30,7 @@ from dure.topology.replica import Pulled
 
 if TYPE_CHECKING:
     from dure.job.optimizer import GroupRange, OptimizerSpec
-    from dure.topology.parameter_server.layout import ServerLayout
+    from dure.topology.parameter_server.topology import ServerLayout
 
 AGAIN_SECONDS = 0.1
 """Seconds before a server that is gone is called again."""

@@ -15,7 +15,7 @@ from support.wording import raising
 from dure.core.vectors import equal_ranges, gather, pieces, size
 from dure.errors import StrategyError
 from dure.topology.parameter_server.choice import SPLITS, ParameterServer, Split
-from dure.topology.parameter_server.layout import LAST_KEY, held_by, shard_of_key, split
+from dure.topology.parameter_server.topology import LAST_KEY, held_by, shard_of_key, split
 
 
 @dataclass(frozen=True)
