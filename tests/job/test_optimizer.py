@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import re
+from importlib import import_module
+from pathlib import Path
+
 import pytest
 import torch
 from support.wording import raising
 
 from dure.core.state import State
 from dure.errors import StrategyError
-from dure.job.optimizer import BLOCK, FlatOptimizer, GroupRange, OptimizerSpec, restrict
+from dure.job.optimizer import BLOCK, TORCH_FORMS, FlatOptimizer, GroupRange, OptimizerSpec, restrict
+
+PAGE = Path(__file__).parents[2] / "docs" / "decisions" / "0007-rules-on-flat-vectors.md"
 
 SPECS = {
     "sgd": OptimizerSpec("sgd", lr=0.05),
@@ -70,6 +76,49 @@ def test_equals_pytorch_bit_for_bit(name: str, dtype: torch.dtype) -> None:
     ours = run(FlatOptimizer(SPECS[name], NUMEL, dtype), values, gradients)
     assert not torch.equal(ours, values)
     assert torch.equal(ours, theirs.detach())
+
+
+def functional_step(
+    form: str, spec: OptimizerSpec, params: torch.Tensor, gradient: torch.Tensor, state: list[list[torch.Tensor | None]]
+) -> None:
+    """Make one step in place by a functional form of `torch.optim`."""
+    settings = {"lr": spec.lr, "weight_decay": spec.weight_decay, "maximize": False, "foreach": False}
+    if form == "sgd":
+        settings |= {"momentum": spec.momentum, "dampening": 0.0, "nesterov": spec.nesterov, "fused": False}
+    elif form == "rmsprop":
+        settings |= {"alpha": spec.decay, "eps": spec.eps, "momentum": 0.0, "centered": True}
+    elif form == "adagrad":
+        settings |= {"eps": spec.eps, "lr_decay": 0.0, "fused": False}
+    else:
+        settings |= {"eps": spec.eps, "beta1": spec.betas[0], "beta2": spec.betas[1], "amsgrad": False, "fused": False}
+    getattr(import_module(f"torch.optim.{form}"), form)([params], [gradient], *state, **settings)
+
+
+ROWS = re.findall(r"^\| `(\w+)` \| (?:`(\w+)`|none) \| (equal|differ|) *\|", PAGE.read_text(encoding="utf-8"), re.M)
+
+
+def test_the_page_has_every_rule() -> None:
+    assert [name for name, *_ in ROWS] == ["sgd", "momentum", "adagrad", "adam", "adamw", "rmsprop", "assign", "add"]
+    assert {name for name, _, bits in ROWS if bits == "equal"} == set(TORCH_FORMS)
+    assert all(TORCH_FORMS[name].kind.__name__.lower() == form for name, form, bits in ROWS if bits == "equal")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", SPECS)
+def test_the_page_says_which_functional_forms_have_the_same_bits(name: str, dtype: torch.dtype) -> None:
+    spec = SPECS[name]
+    ((form, bits),) = [row[1:] for row in ROWS if row[0] == spec.name]
+    values, gradients = numbers(6, dtype)
+    ours = FlatOptimizer(spec, NUMEL, dtype)
+    theirs, vectors, clock = values.clone(), [vector.clone() for vector in ours.vectors.values()], torch.tensor(0.0)
+    state = [[vector] for vector in vectors] or [[None]]
+    if form != "sgd":
+        state += [[clock]] if form == "adagrad" else [[], [clock]]
+    for gradient in gradients:
+        functional_step(form, spec, theirs, gradient, state)
+    found = [run(ours, values, gradients), *ours.vectors.values()]
+    same = [torch.equal(left, right) for left, right in zip(found, [theirs, *vectors], strict=True)]
+    assert all(same) == (bits == "equal")
 
 
 def two_rmsprop_steps(gradient: float) -> list[float]:

@@ -22,6 +22,8 @@ and Ape-X. `torch.optim.RMSprop` adds it outside: for gradients below sqrt(eps),
 
 Every rule is element-wise: the result for a slice equals, bit for bit (float32 and float64), that slice of the result
 for the whole vector. So results do not depend on how a model is cut into shards.
+
+`docs/decisions/0007-rules-on-flat-vectors.md` compares the rules with the functional forms of `torch.optim`.
 """
 
 from __future__ import annotations
@@ -171,7 +173,7 @@ class FlatOptimizer:
         self._pieces = _pieces(spec, numel, [GroupRange(*segment) for segment in segments])
         kept = [name for piece in self._pieces for name in _rule(piece[2]).keeps]
         self.vectors = {name: torch.zeros(numel, dtype=dtype, device=device) for name in dict.fromkeys(kept)}
-        self._scratch = torch.empty(2, min(BLOCK, numel), dtype=dtype, device=device)
+        self._scratch = torch.empty(2, min(BLOCK, numel), dtype=dtype, device=device).unbind()
 
     def apply(
         self,
@@ -239,15 +241,15 @@ class FlatOptimizer:
         gradient: torch.Tensor,
         out: torch.Tensor,
     ) -> _View:
-        if cut.start or cut.stop < self.numel:
-            values, gradient, out = values[cut], gradient[cut], out[cut]
         rule = _rule(spec)
-        if rule is _RULES["sgd"] and not spec.weight_decay:
-            return _View(spec, lr, self.steps, values, gradient, out, self._scratch, ())
-        decayed, scratch = self._scratch[:, : cut.stop - cut.start]
+        kept = [self.vectors[name] for name in rule.keeps]
+        decayed, scratch = self._scratch
+        if cut.start or cut.stop < self.numel:  # a slice takes as long as the arithmetic of a thousand elements
+            values, gradient, out = values[cut], gradient[cut], out[cut]
+            kept = [vector[cut] for vector in kept]
+            decayed, scratch = decayed[: cut.stop - cut.start], scratch[: cut.stop - cut.start]
         if spec.weight_decay and spec.name != "adamw":
             gradient = torch.add(gradient, values, alpha=spec.weight_decay, out=decayed)
-        kept = [self.vectors[name][cut] for name in rule.keeps]
         return _View(spec, lr, self.steps, values, gradient, out, scratch, kept)
 
     def state(self) -> State:
@@ -477,6 +479,33 @@ _RULES: Mapping[str, _Rule] = {
     "assign": _Rule(_assign, ()),
     "add": _Rule(_add, ()),
 }
+
+
+class TorchForm(NamedTuple):
+    """The optimizer of PyTorch that equals a rule bit for bit.
+
+    `shared` are the hyper-parameters of both, by the same name, beside the rate. `off` are the options of PyTorch's
+    alone, which must be off.
+    """
+
+    kind: type[torch.optim.Optimizer]
+    shared: tuple[str, ...]
+    off: tuple[str, ...]
+
+
+_OF_SGD = TorchForm(torch.optim.SGD, ("momentum", "nesterov", "weight_decay"), ("dampening", "maximize"))
+_OF_ADAM = ("betas", "eps", "weight_decay")
+
+TORCH_FORMS: Mapping[str, TorchForm] = {
+    "sgd": _OF_SGD,
+    "momentum": _OF_SGD,
+    "adagrad": TorchForm(
+        torch.optim.Adagrad, ("eps", "weight_decay"), ("lr_decay", "initial_accumulator_value", "maximize")
+    ),
+    "adam": TorchForm(torch.optim.Adam, _OF_ADAM, ("amsgrad", "maximize", "decoupled_weight_decay")),
+    "adamw": TorchForm(torch.optim.AdamW, _OF_ADAM, ("amsgrad", "maximize")),
+}
+"""The form of each rule that PyTorch has. `rmsprop` has none: PyTorch adds `eps` outside of the root."""
 
 
 _ASKED_FOR = [name for name in _RULES if name not in ("assign", "add")]

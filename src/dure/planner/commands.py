@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dure.job.optimizer import OptimizerSpec
+from dure.job.optimizer import TORCH_FORMS, OptimizerSpec
 from dure.planner.timing import config_of
 from dure.run.config import TrainConfig
 from dure.run.emit import Launch, arguments_of, ranks_of
@@ -94,15 +94,6 @@ if rank == 0:
 torch.distributed.destroy_process_group()
 """
 
-TORCH_OPTIMIZERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "sgd": ("SGD", ("momentum", "nesterov", "weight_decay")),
-    "momentum": ("SGD", ("momentum", "nesterov", "weight_decay")),
-    "adagrad": ("Adagrad", ("eps", "weight_decay")),
-    "adam": ("Adam", ("betas", "eps", "weight_decay")),
-    "adamw": ("AdamW", ("betas", "eps", "weight_decay")),
-}
-"""The class in `torch.optim` that equals an optimizer of dure, and the settings that it takes beside the rate."""
-
 
 def ddp_script(job: Job, text: str | None, data: Path | None, *, workers: int, batch: int, line: str) -> str | None:
     """The script that trains `job`, started by `line`; None if no optimizer of PyTorch equals the job's.
@@ -131,15 +122,15 @@ def ddp_script(job: Job, text: str | None, data: Path | None, *, workers: int, b
 
 def _optimizer(job: Job) -> str | None:
     spec = job.optimizer
-    if spec.name not in TORCH_OPTIMIZERS:
+    form = TORCH_FORMS.get(spec.name)
+    if form is None:
         return None
-    kind, keys = TORCH_OPTIMIZERS[spec.name]
-    given = [f"lr={spec.lr}", *(f"{key}={getattr(spec, key)}" for key in keys if _differs(spec, key))]
+    given = [f"lr={spec.lr}", *(f"{key}={getattr(spec, key)}" for key in form.shared if _differs(spec, key))]
     parameters = "model.parameters()"
     if job.groups is not None:
         named = "model.module.named_parameters()"
         parameters = f"[{{'params': [each], **(job.groups(name, each) or {{}})}} for name, each in {named}]"
-    return f"torch.optim.{kind}({parameters}, {', '.join(given)})"
+    return f"torch.optim.{form.kind.__name__}({parameters}, {', '.join(given)})"
 
 
 def _differs(spec: OptimizerSpec, key: str) -> bool:

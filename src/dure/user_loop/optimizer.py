@@ -1,18 +1,10 @@
 """The user's optimizer: what it does at this rank, and the same as plain rules where servers do it.
 
-At this rank any will do that steps without a closure. Where a method's servers step:
-
-| `torch.optim` | on servers | what it must not have |
-|---|---|---|
-| `SGD` | `sgd`, or with `momentum` | dampening, maximize |
-| `Adagrad` | `adagrad` | lr_decay, initial_accumulator_value, maximize |
-| `Adam` | `adam` | amsgrad, maximize, decoupled_weight_decay |
-| `AdamW` | `adamw` | amsgrad, maximize |
-
-A shard holds a slice of the model, so only element-wise rules can run there, and of those the ones that
-`dure.job.optimizer` knows. Each parameter group is a segment of the flat parameters with hyper-parameters of its own;
-its rate travels with every update. What a rule gathers, momentum and moments, lies with the servers: it is neither
-saved nor loaded with the user's optimizer.
+At this rank any will do that steps without a closure. A shard holds a slice of the model, so only element-wise rules
+can run on servers, and of those the ones that `TORCH_FORMS` of `dure.job.optimizer` lists, with the options that must
+be off. Each parameter group is a segment of the flat parameters with hyper-parameters of its own; its rate travels
+with every update. What a rule gathers, momentum and moments, lies with the servers: it is neither saved nor loaded with
+the user's optimizer.
 """
 
 from __future__ import annotations
@@ -22,14 +14,14 @@ from contextlib import contextmanager
 from inspect import signature
 from itertools import chain
 from operator import is_
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
 
 from dure.core.state import State
 from dure.errors import UsageError
-from dure.job.optimizer import GroupRange, OptimizerSpec
+from dure.job.optimizer import TORCH_FORMS, GroupRange, OptimizerSpec, TorchForm
 from dure.user_loop.checks import MissingGradient, WrapperGuard
 
 if TYPE_CHECKING:
@@ -41,24 +33,6 @@ if TYPE_CHECKING:
     from dure.job.replica import Replica
 
 
-class _Rule(NamedTuple):
-    """`name` in `dure.job.optimizer`; the hyper-parameters that it has too, and those that must be off."""
-
-    name: str
-    keeps: tuple[str, ...]
-    off: tuple[str, ...]
-
-
-_RULES: Mapping[type[torch.optim.Optimizer], _Rule] = {
-    torch.optim.SGD: _Rule("sgd", ("lr", "momentum", "nesterov", "weight_decay"), ("dampening", "maximize")),
-    torch.optim.Adagrad: _Rule(
-        "adagrad", ("lr", "weight_decay", "eps"), ("lr_decay", "initial_accumulator_value", "maximize")
-    ),
-    torch.optim.Adam: _Rule(
-        "adam", ("lr", "betas", "weight_decay", "eps"), ("amsgrad", "maximize", "decoupled_weight_decay")
-    ),
-    torch.optim.AdamW: _Rule("adamw", ("lr", "betas", "weight_decay", "eps"), ("amsgrad", "maximize")),
-}
 _WORKS = "SGD, SGD with momentum or nesterov, Adagrad, Adam and AdamW run on servers"
 _ELSE = 'With another, use a method whose steps are local: sync="bsp" over collectives, or sync="averaging".'
 
@@ -238,10 +212,10 @@ class ServerOptimizer:
 
     def __init__(self, optimizer: torch.optim.Optimizer, replica: Replica) -> None:
         self._optimizer = optimizer  # whose groups are others after a load_state_dict()
-        self._rule = _rule_of(optimizer)
-        _check_options(optimizer, self._rule)
+        name, self._form = _form_of(optimizer)
+        _check_options(optimizer, self._form)
         self._fixed = [self._hyper_parameters(group) for group in optimizer.param_groups]
-        self.spec = OptimizerSpec(self._rule.name, **self._fixed[0])
+        self.spec = OptimizerSpec(name, **self._fixed[0])
         self.segments = self._segments(replica)
 
     def rates(self) -> list[float]:
@@ -264,8 +238,7 @@ class ServerOptimizer:
         return [*(float(group["lr"]) for group in groups), 0.0]
 
     def _hyper_parameters(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        found = {name: group[name] for name in self._rule.keeps}
-        return {**found, "lr": float(group["lr"])}
+        return {**{name: group[name] for name in self._form.shared}, "lr": float(group["lr"])}
 
     def _segments(self, replica: Replica) -> list[GroupRange]:
         """Neighboring layers of one group are one segment."""
@@ -282,17 +255,17 @@ class ServerOptimizer:
         return segments
 
 
-def _rule_of(optimizer: torch.optim.Optimizer) -> _Rule:
-    rule = _RULES.get(type(optimizer))
-    if rule is None:
-        kind = type(optimizer).__name__
-        raise UsageError(f"{_WORKS}, element by element; {kind} does not. {_ELSE}")
-    return rule
+def _form_of(optimizer: torch.optim.Optimizer) -> tuple[str, TorchForm]:
+    """The rule that equals the optimizer, by its name in `dure.job.optimizer`, and the form of that rule."""
+    for name, form in TORCH_FORMS.items():
+        if type(optimizer) is form.kind:
+            return name, form
+    raise UsageError(f"{_WORKS}, element by element; {type(optimizer).__name__} does not. {_ELSE}")
 
 
-def _check_options(optimizer: torch.optim.Optimizer, rule: _Rule) -> None:
+def _check_options(optimizer: torch.optim.Optimizer, form: TorchForm) -> None:
     for group in optimizer.param_groups:
-        for name in rule.off:
+        for name in form.off:
             if group.get(name):
                 raise UsageError(f"{_WORKS}, but not {type(optimizer).__name__} with {name}={group[name]}. {_ELSE}")
     if any(map(_has_stepped, optimizer.state.values())):
