@@ -301,6 +301,7 @@ class GradientEngine:
         if place == replica.params.data_ptr():
             return
         if self._in_place:
+            # The address tells, since the same memory may come as another tensor.
             there = self._in_place.get(place)
             replica.move_to(self._home if there is None else there)
             if there is not None:

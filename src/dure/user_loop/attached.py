@@ -292,7 +292,7 @@ class Attached:
             self._replica.zero_grad()
             self._source.leave_out()
         self._optimizer.begin_step(pausing=skipping)
-        rates = self._worker.lr = self._ties.rates()
+        rates = self._worker.lr = self._ties.rates()  # read before the method goes on: rates travel with this update
         self._worker.pausing = skipping and rates is not None  # where servers step by the user's rule
         self._source.give()
         self._go()
@@ -395,7 +395,7 @@ class Lifetime:
         reachable = self._monitor.reachable
         reason = _reason(self._rendezvous) if isinstance(error, PeerLost) and reachable else None
         self.error = error if reason is None else PeerLost(f"{reason}. {error}")
-        if reachable:
+        if reachable:  # before connections close: a rank that loses one looks into the store for the cause
             report_failure(self._rendezvous, error)
         self._optimizer.close()
         if self._worker.over_servers:
@@ -409,6 +409,8 @@ class Lifetime:
         """Cancel the warning of a missing close, and close all connections."""
         if self._reminder is not None:
             self._reminder.detach()
+        # Connections first: a server exits once no connection to it is left, and `ties.close` waits for that.
+        # The monitor last: this rank sends heartbeats, and sees failures of others, while it waits for its servers.
         self._node.wire.close()
         self._ties.close(failed=failed)
         self._monitor.close()

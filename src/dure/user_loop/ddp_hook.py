@@ -202,6 +202,7 @@ class BucketThread:
     """
 
     def __init__(self) -> None:
+        # One thread: DDP calls hooks in the order of buckets at every rank, and collectives must start in one order.
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="dure hook")
         self._streams: dict[torch.device, torch.Stream] = {}
 
@@ -213,7 +214,7 @@ class BucketThread:
         stream = self._stream(values.device)
         if stream is not None:
             ready = torch.accelerator.current_stream(values.device).record_event()
-            values.record_stream(stream)
+            values.record_stream(stream)  # else the allocator may hand the memory out while this stream reads it
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[values.device] if stream else None)
 
         def run() -> None:
@@ -230,6 +231,7 @@ class BucketThread:
             done.result()  # an error that is raised here reaches DDP as it is
             return values
 
+        # `complete` runs after an error too: DDP waits for the future, and learns of the error in `result`.
         done = self._thread.submit(run)
         done.add_done_callback(complete)
         return future.then(result)

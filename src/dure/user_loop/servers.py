@@ -354,7 +354,7 @@ def main(starter: Starter) -> None:
     identity = Identity(request["run"], f"server {request['number']}", request["number"])
     node = ProcessNode(identity, Credentials.of(request["credentials"]))
     host = ShardHost(node, request)
-    node.serve("host", host)
+    node.serve("host", host)  # before the port is known: from then on ranks call it
     port = node.wire.listen(request["interface"])
     starter.answer(port=port)
     node.loop.run_until(host.over)

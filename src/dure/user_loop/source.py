@@ -258,6 +258,7 @@ class Exchange:
     def _begin(self, _: int) -> None:
         if self._said is None:
             self._say("step")
+        # The engine calls back at the end of this backward, before `backward()` returns: code after it sees the mean.
         torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
 
     def _begin_again(self, index: int) -> None:
@@ -309,6 +310,8 @@ class Exchange:
 
     def _wait(self) -> None:
         assert self._said is not None
+        # Every rank starts the agreement first and then the slices from the last to the first, whatever its backward
+        # did: collectives have no names, and match by their order alone.
         operations: Sequence[Operation[Any]] = [self._said, *self._overlap.finish()]
         self._node.loop.run_until(self._node.spawn(_all(operations), f"{self._node.name} exchanging its gradient"))
         counts = self._agreement.read(self._said.result())
