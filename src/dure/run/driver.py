@@ -51,7 +51,7 @@ from dure.errors import Refused, RemoteError
 from dure.run import checkpoint
 from dure.run.checkpoint_schedule import CheckpointSchedule, LastCheckpoint
 from dure.run.failures import FailureTracker, LivenessLimits, LivenessMonitor, RestartPolicy
-from dure.run.history import History
+from dure.run.history import DriverHistory
 from dure.run.outcome import Outcome, count_stages
 from dure.run.places import Launcher
 from dure.run.process import COUNTED, FaultSettings
@@ -117,7 +117,7 @@ class Driver(RemoteService):
         self.commands = commands = Commands(node, roster, self.registration.registered, setup.clocks)
         self.progress = progress = RunProgress(setup, roster)
         self.companions = CompanionTracker(setup, lambda name: self.failures.cause(name))
-        self.history = History(setup, self.callbacks, progress, node.now, self.companions.row)
+        self.history = DriverHistory(setup, self.callbacks, progress, node.now, self.companions.row)
         self.results = Results(setup, node, roster, commands)
         shared: dict[str, Any] = {"progress": progress, "commands": commands}
         self.checkpoints = CheckpointSchedule(setup, node, roster, folder=self.folder, part=self._part, **shared)
@@ -370,7 +370,7 @@ class Driver(RemoteService):
     def _resume(self, part: State) -> None:
         plain, tensors = part.plain, part.tensors
         self.progress.restore(plain["totals"], plain["seconds"], plain["progress"])
-        self.history.restore(plain["history"])
+        self.history.restore([dict(row) for row in plain["history"]])
         self.roster.restore(plain["finished"])
         for name in self.roster.finished:
             if name in tensors:
@@ -387,7 +387,8 @@ class Driver(RemoteService):
         await self._collect_figures()
         await self._dismiss()
         step = min(report["steps"] for report in finished.values())
-        self.history.end(values, self.results.buffers, step=step, updates=updates)
+        self.history.evaluate_result(progress.totals, values, self.results.buffers, step=step, updates=updates)
+        self.history.evaluator.close()
         notes: dict[str, Any] = {"deaths": dict(self.failures.causes), "evicted": dict(self.roster.evicted)}
         notes["unfinished"] = self._unfinished()
         notes |= count_stages(progress.totals, {name: report.get("stage", {}) for name, report in finished.items()})

@@ -1,12 +1,13 @@
-"""The rows of a real run's history: models of the workers, evaluated on a thread while the run goes on."""
+"""The rows of a run's history. Those of a real run are evaluated on a thread while the run goes on."""
 
 from __future__ import annotations
 
 import os
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -14,11 +15,13 @@ from dure.core.deployment import NodeId
 from dure.core.meter import Span
 from dure.core.node import Call, Reply
 from dure.job.evaluation import grader_of
-from dure.job.metrics import Metrics, check_row
+from dure.job.metrics import check_row
 from dure.run.gathering import Gathering
 
 if TYPE_CHECKING:
+    from dure.job.companions import Grader
     from dure.run.callbacks import Callbacks, Row
+    from dure.run.outcome import Totals
     from dure.run.roster import RunProgress
     from dure.run.setup import Setup
 
@@ -29,6 +32,11 @@ class Snapshot(NamedTuple):
     row: Row
     values: torch.Tensor
     buffers: torch.Tensor | None
+
+    def graded(self, grader: Grader) -> Row:
+        """The row with the loss and the accuracy of the model."""
+        metrics = grader.grade(self.values, self.buffers)
+        return {**self.row, "loss": metrics.loss, "accuracy": metrics.accuracy, **metrics.figures}
 
 
 class SnapshotEvaluator:
@@ -91,18 +99,107 @@ class SnapshotEvaluator:
                     continue
                 snapshot = self._waiting.popleft()
                 with self._evaluating():
-                    metrics: Metrics = self._evaluator.grade(snapshot.values, snapshot.buffers)
-                self._evaluated.append(
-                    {**snapshot.row, "loss": metrics.loss, "accuracy": metrics.accuracy, **metrics.figures}
-                )
+                    self._evaluated.append(snapshot.graded(self._evaluator))
         except BaseException as error:  # noqa: BLE001  (raised again on the driver's thread, by `look`)
             self._error = error
 
 
-class History:
-    """Makes the rows of a run. The snapshots of `evaluating_worker` count; `now` gives the seconds
-    of the run, `more` what a row has besides at such seconds.
+class RunCounts(NamedTuple):
+    """The seconds of a run, the samples and bytes of all workers, and the last step that each of them has made: now."""
+
+    seconds: Callable[[], float]
+    samples: Callable[[], int]
+    bytes_sent: Callable[[], int]
+    slowest: Callable[[], int]
+
+
+class History(ABC):
+    """Makes the rows of a run, in virtual time and on processes; `more` gives what a row has besides at such seconds.
+
+    | method                                 | model               | in virtual time         | on processes           |
+    |----------------------------------------|---------------------|-------------------------|------------------------|
+    | synchronous, all have the same model   | of any worker       | at the first worker's   | one that `evaluates`   |
+    |                                        |                     | due boundary            | sends its own          |
+    | synchronous, models differ, or buffers | mean of all workers | at the last worker's    | every worker sends its |
+    |                                        |                     | due boundary            | own, as a part         |
+    | any other                              | servers', or mean   | after so many           | one that `evaluates`   |
+    |                                        | of all peers        | boundaries of all       | asks for it            |
     """
+
+    def __init__(self, setup: Setup, callbacks: Callbacks, counts: RunCounts, more: Callable[[float], Row]) -> None:
+        self.rows: list[Row] = []
+        self._setup, self._callbacks, self._counts, self._more = setup, callbacks, counts, more
+        self._gathering = Gathering(setup)
+        self._at_servers: dict[int, int] = {}  # gradients that are in all parts of a step
+        self._last_step = 0
+
+    def restore(self, rows: list[Row]) -> None:
+        """Go on from `rows`."""
+        self.rows = rows
+        self._last_step = rows[-1]["step"] if rows else 0
+
+    @abstractmethod
+    def evaluate(self, snapshot: Snapshot) -> None:
+        """Evaluate a snapshot, and pass its row to `add`, now or later."""
+
+    def add_part(
+        self, rank: int, step: int, values: torch.Tensor, buffers: torch.Tensor | None, *, updates: int, at_servers: int
+    ) -> None:
+        """Add the model of worker `rank` to the mean of all workers' models at its step.
+
+        It holds `updates` gradients that no server had, and `at_servers` of all workers.
+        """
+        weight = self._setup.delivery.weight(self._setup.replica_of(rank))
+        self._at_servers[step] = at_servers
+        self._gathering.add(step, rank, values, updates=updates, weight=weight, buffers=buffers)
+
+    def evaluate_means(self) -> None:
+        """Evaluate the means of all steps that every worker has made."""
+        if self._gathering:
+            for found in self._gathering.complete(self._counts.slowest()):
+                updates = found.updates + self._at_servers.pop(found.step)
+                self.evaluate_now(found.step, updates, found.values, found.buffers)
+
+    def evaluate_now(self, step: int, updates: int, values: torch.Tensor, buffers: torch.Tensor | None = None) -> None:
+        """Evaluate a model of this moment, after `step`, with `updates` gradients in it."""
+        self.evaluate(Snapshot(self.row(self._counts.seconds(), step, updates), values, buffers))
+
+    def evaluate_result(
+        self, totals: Totals, values: torch.Tensor, buffers: torch.Tensor | None, *, step: int, updates: int
+    ) -> None:
+        """Evaluate the result of the run, whose `totals` are complete."""
+        counts = totals.counts
+        row = self._row(totals.seconds, step, updates, counts["samples"], counts["bytes_sent"])
+        self.evaluate(Snapshot(row, values, buffers))
+
+    def row(self, seconds: float, step: int, updates: int, nbytes: int = 0) -> Row:
+        """The row of a snapshot, not evaluated yet; a worker has reported `nbytes` that it has sent."""
+        return self._row(seconds, step, updates, self._counts.samples(), max(self._counts.bytes_sent(), nbytes))
+
+    def _row(self, seconds: float, step: int, updates: int, samples: int, nbytes: int) -> Row:
+        self._last_step = max(step, self._last_step)  # also where a newcomer has just begun
+        return {
+            "seconds": seconds,
+            "step": self._last_step,
+            "updates": updates,
+            "samples": samples,
+            "loss": None,
+            "accuracy": None,
+            "bytes": nbytes,
+            **self._more(seconds),
+        }
+
+    def add(self, row: Row) -> None:
+        """Append a row that has been evaluated. Raises `DivergedError` for a loss that is NaN or infinite."""
+        if self.rows:
+            check_row(self.rows[-1])  # a thread may have evaluated more rows before the run ends
+        self.rows.append(row)
+        self._callbacks.row(row)
+        check_row(row)
+
+
+class DriverHistory(History):
+    """The history of a real run, from the messages of its workers. The snapshots of `evaluating_worker` count."""
 
     def __init__(
         self,
@@ -112,31 +209,22 @@ class History:
         now: Callable[[], float],
         more: Callable[[float], Row],
     ) -> None:
-        self.rows: list[Row] = []
+        super().__init__(setup, callbacks, RunCounts(now, progress.samples, progress.bytes_sent, progress.lowest), more)
         self.spans: list[Span] = []
         self.evaluating_worker = ""
-        self.evaluator = SnapshotEvaluator(setup, self._add, callbacks)
-        self._setup = setup
-        self._callbacks = callbacks
+        self.evaluator = SnapshotEvaluator(setup, self.add, callbacks)
         self._progress = progress
-        self._now = now
-        self._more = more
-        self._gathering = Gathering(setup)
-        self._at_servers: dict[int, int] = {}  # gradients that are in all parts of a step
-        self._last_step = 0
 
-    def restore(self, rows: list[Row]) -> None:
-        """Go on from the rows of a checkpoint."""
-        self.rows = [dict(row) for row in rows]
-        self._last_step = self.rows[-1]["step"] if self.rows else 0
+    def evaluate(self, snapshot: Snapshot) -> None:
+        self.evaluator.submit(snapshot)
 
     def snapshot(self, call: Call) -> Reply:
         """Evaluate a snapshot of the model."""
         if call.caller == self.evaluating_worker:
             fields = call.fields
             values, *buffers = [tensor.clone() for tensor in call.tensors]
-            row = self._row(fields["seconds"], fields["steps"], fields["updates"], fields["bytes"])
-            self.evaluator.submit(Snapshot(row, values, buffers[0] if buffers else None))
+            row = self.row(fields["seconds"], fields["steps"], fields["updates"], fields["bytes"])
+            self.evaluate(Snapshot(row, values, buffers[0] if buffers else None))
         return Reply()
 
     def part(self, call: Call) -> Reply:
@@ -144,12 +232,8 @@ class History:
         fields, (values, *buffers) = call.fields, call.tensors
         step, rank = fields["steps"], NodeId.of(call.caller).rank
         if step > self._last_step:
-            self._at_servers[step] = fields["at_servers"]
-            more: dict[str, Any] = {
-                "updates": fields["updates"],
-                "weight": self._setup.delivery.weight(self._setup.replica_of(rank)),
-            }
-            self._gathering.add(step, rank, values, buffers=buffers[0] if buffers else None, **more)
+            counts = {"updates": fields["updates"], "at_servers": fields["at_servers"]}
+            self.add_part(rank, step, values, buffers[0] if buffers else None, **counts)
         self._progress.at[call.caller] = fields["at"]
         self.evaluate_means()
         return Reply()
@@ -157,46 +241,3 @@ class History:
     def add_spans(self, call: Call) -> Reply:
         self.spans.extend(Span(*span) for span in call.fields["spans"])
         return Reply()
-
-    def evaluate_means(self) -> None:
-        """Evaluate the means of all steps that every worker has made."""
-        if self._gathering:
-            for found in self._gathering.complete(self._progress.lowest()):
-                updates = found.updates + self._at_servers.pop(found.step)
-                row = self._row(self._now(), found.step, updates)
-                self.evaluator.submit(Snapshot(row, found.values, found.buffers))
-
-    def end(self, values: torch.Tensor, buffers: torch.Tensor | None, *, step: int, updates: int) -> None:
-        """Evaluate the result of the run, and wait until all rows are there."""
-        totals = self._progress.totals
-        row = {
-            "seconds": totals.seconds,
-            "step": max(self._last_step, step),
-            "updates": updates,
-            "samples": totals.counts["samples"],
-            "bytes": totals.counts["bytes_sent"],
-            **self._more(totals.seconds),
-        }
-        self.evaluator.submit(Snapshot(row, values, buffers))
-        self.evaluator.close()
-
-    def _row(self, seconds: float, step: int, updates: int, nbytes: int = 0) -> Row:
-        """The row of a snapshot, not evaluated yet."""
-        self._last_step = max(step, self._last_step)  # also where a newcomer has just begun
-        return {
-            "seconds": seconds,
-            "step": self._last_step,
-            "updates": updates,
-            "samples": self._progress.samples(),
-            "loss": None,
-            "accuracy": None,
-            "bytes": max(self._progress.bytes_sent(), nbytes),
-            **self._more(seconds),
-        }
-
-    def _add(self, row: Row) -> None:
-        if self.rows:
-            check_row(self.rows[-1])  # the thread may have evaluated more rows before the run ends
-        self.rows.append(row)
-        self._callbacks.row(row)
-        check_row(row)

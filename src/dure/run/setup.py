@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from dure.job.replica import Replica
     from dure.run.config import TrainConfig
     from dure.run.strategy import Strategy
+    from dure.sync.worker_state import WorkerState
 
 
 def with_companions(deployment: Deployment, companions: Companions, workers: int) -> Deployment:
@@ -207,6 +208,11 @@ class Setup:
     def reports(self, number: int) -> bool:
         """Whether worker `number` knows the loss of its mini-batches, and counts their samples."""
         return self.stages is None or self.stages.reports(number)
+
+    def has_common_model(self, worker: WorkerState) -> bool:
+        """Whether a worker of a synchronous method has, at a step boundary, the model that all others have there."""
+        common = self.stages is None and worker.buffers is None  # each worker's buffers are its own
+        return common and self.delivery.is_common(worker, worker.clock)
 
     def replica_of(self, number: int) -> int:
         """The number of the copy of the model that worker `number` holds, or holds a stage of."""

@@ -137,13 +137,7 @@ DRIVER_ADDRESS = Address("driver", "driver")
 
 
 class Snapshots:
-    """Takes the snapshots of one worker, at its step boundaries.
-
-    | method                                 | sent by              | what                                             |
-    |----------------------------------------|----------------------|--------------------------------------------------|
-    | synchronous, all have the same model   | one that `evaluates` | its own model                                    |
-    | synchronous, models differ, or buffers | every worker         | its own model, as a part of the mean             |
-    | any other                              | one that `evaluates` | the servers' model, or the mean of all peers'    |
+    """Takes the snapshots of one worker, at its step boundaries: those of the table in `history.History`.
 
     `bytes_sent` gives the bytes that this worker has sent so far.
     """
@@ -183,7 +177,7 @@ class Snapshots:
             self._buffers = _copied(worker.buffers)
         elif not setup.synchronous:
             self._take_of_others(worker)
-        elif setup.stages is None and worker.buffers is None and setup.delivery.is_common(worker, worker.clock):
+        elif setup.has_common_model(worker):
             self._take(worker)
         elif worker.clock and worker.clock % setup.eval_every == 0:
             self._send_part(worker)
@@ -225,7 +219,7 @@ class Snapshots:
             await self.node.call(DRIVER_ADDRESS, "snapshot", values, *buffers, updates=await _counted(updates), **said)
 
     def _send_part(self, worker: WorkerState) -> None:
-        own = worker.clock - worker.given if worker.over_servers else self.setup.delivery.gradients_in(worker)
+        own = self.setup.delivery.gradients_of_part(worker)
         at_servers = worker.server.gradients_held() if worker.over_servers else 0
         values, buffers, step = self.setup.delivery.shown(worker).clone(), _copied(worker.buffers), worker.clock
         work = self._sending_part(values, buffers, step, own, at_servers)

@@ -74,6 +74,10 @@ class Delivery:
         apart = self.traits.delivers in worker.kept
         return (worker.given if apart else worker.clock - worker.joined_at) - worker.refusals.total
 
+    def gradients_of_part(self, worker: WorkerState) -> int:
+        """The number of a worker's own gradients in its part of the mean of models, those at servers left out."""
+        return worker.clock - worker.given if worker.over_servers else self.gradients_in(worker)
+
     def gradients_in_common(self, worker: WorkerState) -> int:
         """The number of gradients in the model that all workers have over collectives, where this worker is now."""
         return len(self.batch_sizes) * self.gradients_in(worker)

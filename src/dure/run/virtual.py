@@ -26,11 +26,12 @@ from dure.job.evaluation import grader_of
 from dure.job.gradient_engine import GradientEngine
 from dure.partition.source import StageSource
 from dure.run.checkpoint import fitting
+from dure.run.history import RunCounts
 from dure.run.outcome import Outcome, Totals, count_stages, figures_of
 from dure.run.servers import build_server
 from dure.run.strategy import codec_name
 from dure.run.virtual_companions import VirtualCompanions
-from dure.run.virtual_history import VirtualModel, VirtualRows
+from dure.run.virtual_history import VirtualHistory, VirtualModel
 from dure.run.virtual_membership import Attendance, ClusterEvents
 from dure.run.workers import build_worker, restore_worker, work_through
 from dure.runtime.virtual.network import Network
@@ -162,7 +163,7 @@ class VirtualSegment:
             kept=plain.get("companions"),
         )
         self.model = VirtualModel(setup, self.servers, self.workers, self.attendance, parts)
-        self.rows = self._rows()
+        self.history = self._history()
         try:
             self._build(parts)
         except DureError:
@@ -208,20 +209,20 @@ class VirtualSegment:
             slices=setup.topology.slices,
         )
 
-    def _rows(self) -> VirtualRows:
-        run = self.whole
-        return VirtualRows(
-            self.setup,
-            run.callbacks,
-            run.evaluator,
-            run.history,
-            self.model,
-            self.attendance,
-            self.totals,
-            now=lambda: self.runtime.kernel.now,
-            bytes_sent=self._bytes_sent,
-            more=lambda: self.companions.row(self.runtime.kernel.now),
+    def _history(self) -> VirtualHistory:
+        run, counts, attendance = self.whole, self.totals.counts, self.attendance
+        now = RunCounts(
+            seconds=lambda: self.runtime.kernel.now,
+            samples=lambda: counts["samples"],
+            bytes_sent=lambda: counts["bytes_sent"] + self._bytes_sent(),
+            slowest=lambda: attendance.slowest(run.history[-1]["step"] if run.history else 0),
         )
+        more = self.companions.row
+        found = VirtualHistory(
+            self.setup, run.callbacks, now, more, model=self.model, attendance=attendance, grader=run.evaluator
+        )
+        found.restore(run.history)
+        return found
 
     def _events(self, *, resumed: bool) -> ClusterEvents:
         return ClusterEvents(
@@ -287,7 +288,7 @@ class VirtualSegment:
     def _callbacks(self) -> tuple[OnStep, OnWorker, OnWorker | None]:
         """What each worker calls after a step, after one in vain, and at a step boundary: one each for all."""
         graded = self.whole.evaluator is not None and not self.setup.coordinated
-        return self._on_step, self._on_made, self.rows.at_boundary if graded else None
+        return self._on_step, self._on_made, self.history.at_boundary if graded else None
 
     def _start_worker(self, rank: int, parts: Parts | None, *, newcomer: bool = False) -> None:
         node = self.runtime.nodes[f"worker {rank}"]
@@ -353,7 +354,7 @@ class VirtualSegment:
         self.totals.steps = max(self.totals.steps, worker.clock)
         if self.setup.coordinated:  # the coordinator hands out the work: there are no step boundaries
             self.attendance.at[worker.number] = worker.clock
-            self.rows.count_passed()
+            self.history.count_passed()
 
     # ---- failures of workers
 
@@ -375,7 +376,7 @@ class VirtualSegment:
         self.totals.failures_survived += 1
         self.runtime.lose(self.runtime.nodes[f"worker {rank}"])
         self.attendance.forget(rank)
-        self.rows.grade_means()  # some may have waited for this worker alone
+        self.history.evaluate_means()  # some may have waited for this worker alone
         if all(each.done for each in self.roles.values()):
             self.companions.stop()
 
@@ -393,7 +394,7 @@ class VirtualSegment:
     def _evicted(self, rank: int) -> None:
         self.totals.failures_survived += 1
         self.attendance.away.add(rank)
-        self.rows.grade_means()
+        self.history.evaluate_means()
 
     # ---- running
 
@@ -410,7 +411,7 @@ class VirtualSegment:
         self._count_nodes(kernel.now if suspended else self.last_end)
         if suspended:
             return self._parts()
-        self.rows.add(final=True)
+        self.history.end(self.totals)
         return None
 
     def end(self) -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from dure.core.state import State
-from dure.job.metrics import check_row
-from dure.run.gathering import Gathering, merged_buffers
+from dure.run.gathering import merged_buffers
+from dure.run.history import History, RunCounts, Snapshot
 
 if TYPE_CHECKING:
     from dure.job.companions import Grader
@@ -124,125 +123,69 @@ def _apart(models: torch.Tensor) -> float:
     return float((models - models.mean(dim=0)).square().sum(dtype=torch.float64))
 
 
-@dataclass(slots=True)
-class VirtualRows:
-    """Grades models when they are due and appends rows to `history`; without an `evaluator` there are none.
+class VirtualHistory(History):
+    """The rows that one segment adds to the history of a virtual run; without a `grader` there are none."""
 
-    | method                                 | graded at                            | model                       |
-    |----------------------------------------|--------------------------------------|-----------------------------|
-    | synchronous, all have the same model   | the first worker's due boundary      | its own                     |
-    | synchronous, models differ, or buffers | the last worker's due boundary       | the mean of all, gathered   |
-    | any other                              | so many boundaries of all workers    | servers', or mean of peers  |
+    def __init__(
+        self,
+        setup: Setup,
+        callbacks: Callbacks,
+        counts: RunCounts,
+        more: Callable[[float], Row],
+        *,
+        model: VirtualModel,
+        attendance: Attendance,
+        grader: Grader | None,
+    ) -> None:
+        super().__init__(setup, callbacks, counts, lambda seconds: {**model.consensus(), **more(seconds)})
+        self._model, self._attendance, self._grader = model, attendance, grader
 
-    `now` gives the virtual time and `bytes_sent` the bytes that workers have sent in this segment,
-    `more` what a row has besides.
-    """
-
-    setup: Setup
-    callbacks: Callbacks
-    evaluator: Grader | None
-    history: list[Row]
-    model: VirtualModel
-    attendance: Attendance
-    totals: Totals
-    now: Callable[[], float]
-    bytes_sent: Callable[[], int]
-    more: Callable[[], Row] = dict
-    gathering: Gathering = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.gathering = Gathering(self.setup)
+    def evaluate(self, snapshot: Snapshot) -> None:
+        assert self._grader is not None
+        with self._callbacks.evaluating():
+            self.add(snapshot.graded(self._grader))
 
     def at_boundary(self, worker: WorkerState) -> None:
         """Record that a worker begins its next step; a boundary at which a checkpoint is taken counts once."""
-        rank, clock, attendance = worker.number, worker.clock, self.attendance
+        rank, clock, attendance, setup = worker.number, worker.clock, self._attendance, self._setup
         before = attendance.at.get(rank)
         attendance.at[rank] = clock
         attendance.away.discard(rank)
         if before is None or clock <= before:
             return
-        if not self.setup.synchronous:
+        if not setup.synchronous:
             self.count_passed()
             return
-        due = clock % self.setup.eval_every == 0 and clock > self._last
-        if self.model.shards and not self.model.at_servers:
-            if due and self._slowest() == clock:
-                self.add()  # the last worker is here: servers have applied this step, and no later gradient
-        elif (
-            due
-            and self.setup.stages is None
-            and worker.buffers is None
-            and self.setup.delivery.is_common(worker, clock)
-        ):
-            self._add_common(worker)
+        due = clock % setup.eval_every == 0 and clock > self._last_step
+        if self._model.shards and not self._model.at_servers:
+            if due and self._counts.slowest() == clock:
+                # The last worker is here: servers have applied this step, and no later gradient.
+                self._evaluate_delivered()
+        elif due and setup.has_common_model(worker):
+            at_servers = self._model.at_servers
+            updates = self._model.updates_at_servers() if at_servers else setup.delivery.gradients_in_common(worker)
+            self.evaluate_now(clock, updates, setup.delivery.shown(worker))
         else:
             if due:
-                self._gather(worker)
-            self.grade_means()
+                held = self._model.updates_at_servers()
+                values, updates = setup.delivery.shown(worker), setup.delivery.gradients_of_part(worker)
+                self.add_part(rank, clock, values, worker.buffers, updates=updates, at_servers=held)
+            self.evaluate_means()
 
     def count_passed(self) -> None:
         """Count a step boundary of a method without common steps, and add a row after every so many of them."""
-        self.attendance.passed += 1
-        if self.attendance.passed % (self.setup.eval_every * self.setup.workers) == 0:
-            self.add()
+        self._attendance.passed += 1
+        if self._attendance.passed % (self._setup.eval_every * self._setup.workers) == 0:
+            self._evaluate_delivered()
 
-    def grade_means(self) -> None:
-        """Grade the means of all steps that every worker has made."""
-        if self.gathering:
-            for found in self.gathering.complete(self._slowest()):
-                updates = self.model.updates_at_servers() + found.updates
-                self._append(found.values, found.buffers, found.step, updates)
+    def _evaluate_delivered(self) -> None:
+        """Evaluate the model that the method delivers now."""
+        if self._grader is not None:
+            model = self._model
+            self.evaluate_now(self._counts.slowest(), model.updates(), model.delivered(), model.buffers())
 
-    def add(self, *, final: bool = False) -> None:
-        """Grade the model that the method delivers now; `final`, when all work is done and counted."""
-        if self.evaluator is not None:
-            model = self.model
-            self._append(model.delivered(), model.buffers(), self._slowest(), model.updates(), final=final)
-
-    @property
-    def _last(self) -> int:
-        return self.history[-1]["step"] if self.history else 0
-
-    def _slowest(self) -> int:
-        return self.attendance.slowest(self._last)
-
-    def _add_common(self, worker: WorkerState) -> None:
-        """Grade the model that all workers have, as this worker has it."""
-        delivery, model = self.setup.delivery, self.model
-        updates = model.updates_at_servers() if model.at_servers else delivery.gradients_in_common(worker)
-        self._append(delivery.shown(worker), None, worker.clock, updates)
-
-    def _gather(self, worker: WorkerState) -> None:
-        """Add a worker's model after this step to the mean that is graded."""
-        delivery = self.setup.delivery
-        updates = worker.clock - worker.given if self.model.at_servers else delivery.gradients_in(worker)
-        self.gathering.add(
-            worker.clock,
-            worker.number,
-            delivery.shown(worker),
-            updates=updates,
-            weight=delivery.weight(self.setup.replica_of(worker.number)),
-            buffers=worker.buffers,
-        )
-
-    def _append(
-        self, values: torch.Tensor, buffers: torch.Tensor | None, step: int, updates: int, *, final: bool = False
-    ) -> None:
-        assert self.evaluator is not None
-        with self.callbacks.evaluating():
-            grade = self.evaluator.grade(values, buffers)
-        row = {
-            "seconds": self.totals.seconds if final else self.now(),
-            "step": max(step, self._last),  # also where a newcomer has just begun
-            "updates": updates,
-            "samples": self.totals.counts["samples"],
-            "loss": grade.loss,
-            "accuracy": grade.accuracy,
-            "bytes": self.totals.counts["bytes_sent"] + (0 if final else self.bytes_sent()),
-            **self.model.consensus(),
-            **grade.figures,
-            **self.more(),
-        }
-        self.history.append(row)
-        self.callbacks.row(row)
-        check_row(row)
+    def end(self, totals: Totals) -> None:
+        """Evaluate the result, when all work is done and counted."""
+        if self._grader is not None:
+            model, counts = self._model, {"step": self._counts.slowest(), "updates": self._model.updates()}
+            self.evaluate_result(totals, model.delivered(), model.buffers(), **counts)
