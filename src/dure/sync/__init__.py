@@ -1,4 +1,4 @@
-"""Synchronization methods: one file per method, one line per member; the class has the rest (`core.catalogue`).
+"""Synchronization methods: a file per method or family, a line per member; the class has the rest (`core.catalogue`).
 
 A method is a frozen dataclass whose fields are its parameters and whose `work` is the paper's loop
 (`base.Sync`). `docs/add-a-method.md` says how to add one.

@@ -137,7 +137,7 @@ class GroupSession:
             worker.buffers = worker.merge_buffers(await self.members.all_gather(worker.buffers))
 
     async def gather_stats(self, stats: Stats) -> None:
-        """Give `stats` to all members; `Worker.stats` then has those of each, in rank order."""
+        """Give `stats` to all members; `WorkerState.stats` then has those of each, in rank order."""
         worker = self._worker
         started = worker.node.now()
         own = torch.tensor(list(stats.values()), dtype=torch.float64, device="cpu")

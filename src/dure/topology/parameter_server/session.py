@@ -177,8 +177,8 @@ class ServerSession:
         """Push `update`, and return once it is acknowledged; False if it comes too late to count.
 
         `weight`, times e to the `exponent`, is its share in a weighted mean, the batch size if left out. All workers
-        that are admitted on what the group of this update makes get `stats` (`Worker.stats`), which name this worker's
-        `clock`. `base` are the versions that `update` was computed on, those adopted last if left out.
+        that are admitted on what the group of this update makes get `stats` (`WorkerState.stats`), which name this
+        worker's `clock`. `base` are the versions that `update` was computed on, those adopted last if left out.
         """
         worker = self._worker
         started = worker.node.now()
