@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from dure.cli.main import Train, main, parse
+from dure.cli.commands import Train
+from dure.cli.main import main, parse
 from dure.cli.reproduce import STUDIES
 from dure_studies.papers import PaperRow, papers
 

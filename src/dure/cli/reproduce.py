@@ -85,7 +85,14 @@ def with_flags(command: type[C], arguments: Sequence[str]) -> type[C]:
     with explain_user_errors(f"the flags of the study {name} cannot be read:"):
         defaults |= _quick(name, study, takes) if "--quick" in arguments else {}
         options = [(each, flag.hint, field(default=defaults[each])) for each, flag in takes.items()]
-        return make_dataclass(command.__name__, options, bases=(command,), frozen=True, kw_only=True)
+        return make_dataclass(
+            command.__name__,
+            options,
+            bases=(command,),
+            frozen=True,
+            kw_only=True,
+            namespace={"__doc__": command.__doc__},
+        )
 
 
 def _named(arguments: Sequence[str]) -> tuple[str, PaperStudy | None]:

@@ -8,12 +8,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
-from tyro.conf import Positional, UseAppendAction
 
-from dure.core.spec_text import WIDEST, value_text
+from dure.core.spec_text import value_text
 from dure.core.user_code import as_value
 from dure.errors import UsageError
-from dure.run.config import Count, Seconds, TrainConfig, Workers, adapters, checked
+from dure.run.config import (
+    Checked,
+    Count,
+    NonNegative,
+    Positional,
+    Repeated,
+    RunOptions,
+    Seconds,
+    Seed,
+    TrainConfig,
+    Workers,
+)
 from dure.run.places import is_real
 
 if TYPE_CHECKING:
@@ -32,12 +42,35 @@ LEARNERS: Mapping[str, int] = {"apex": 1, "gorila": 2, "dqn": 1}
 METHODS: Mapping[str, str] = {"apex": "bsp", "gorila": "downpour", "dqn": "bsp"}
 
 Share = Annotated[float, Field(ge=0, le=1)]
-Positive = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class RlOptions:
-    """Options of a run of reinforcement learning. Values are checked: a wrong one raises `UsageError`."""
+class JobParameters(Checked):
+    """Parameters of the job that are options of their own; those of the job if left out."""
+
+    environments: Count | None = None
+    """Copies of the environment in each actor; 1 if left out."""
+    replays: Workers | None = None
+    """Replays that share the transitions; 1 if left out."""
+    capacity: Count | None = None
+    """Transitions that a replay holds; 100,000 if left out."""
+    alpha: Share | None = None
+    """Exponent of priorities, 0 for a uniform replay; 0.6 for apex, else 0."""
+    samples_per_insert: NonNegative | None = None
+    """Samples for each transition inserted, which a replay keeps by delaying the side that is ahead; 0 for no limit."""
+    n_step: Count | None = None
+    """Steps of a return; 3 for apex, else 1."""
+    gamma: Share | None = None
+    """Discount of a step; 0.99 if left out."""
+    pull_every: Count | None = None
+    """Steps of an actor between two pulls of the model."""
+    target_every: Count | None = None
+    """Updates between two copies to the target network."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experience(Checked):
+    """The algorithm and its actors."""
 
     algorithm: Positional[Literal["apex", "gorila", "dqn"]] = "apex"
     """apex: many actors, a prioritised replay, one learner. gorila: bundles of actor, replay and learner over parameter
@@ -48,35 +81,23 @@ class RlOptions:
     """Actors; 4 for apex, one for each learner of gorila."""
     learners: Workers | None = None
     """Learners; 1 for apex, 2 for gorila."""
-    environments: Count | None = None
-    """Copies of the environment in each actor; 1 if left out."""
     frames: Count | None = None
     """Frames of all actors after which the run ends. It ends at the first of frames, steps and seconds; with none, a
     real run after 60 seconds, a virtual one after 50,000 frames."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RlOptions(RunOptions, JobParameters, Experience):
+    """Options of a run of reinforcement learning. Values are checked: a wrong one raises `UsageError`."""
+
+    network: str | None = None
+    """FILE.py:FUNCTION that returns the network; that of the algorithm if left out."""
+    set: Repeated[tuple[str, ...]] = ()
+    """Any other setting of the job, KEY=VALUE, as in min_size=500; docs/reinforcement.md lists them. Repeat it."""
     seconds: Seconds | None = None
     """Seconds, virtual or real as the run is."""
     steps: Count | None = None
     """Updates of each learner."""
-    replays: Workers | None = None
-    """Replays that share the transitions; 1 if left out."""
-    capacity: Count | None = None
-    """Transitions that a replay holds; 100,000 if left out."""
-    alpha: Share | None = None
-    """Exponent of priorities, 0 for a uniform replay; 0.6 for apex, else 0."""
-    samples_per_insert: Positive | None = None
-    """Samples for each transition inserted, which a replay keeps by delaying the side that is ahead; 0 for no limit."""
-    n_step: Count | None = None
-    """Steps of a return; 3 for apex, else 1."""
-    gamma: Share | None = None
-    """Discount of a step; 0.99 if left out."""
-    pull_every: Count | None = None
-    """Steps of an actor between two pulls of the model."""
-    target_every: Count | None = None
-    """Updates between two copies to the target network."""
-    network: str | None = None
-    """FILE.py:FUNCTION that returns the network; that of the algorithm if left out."""
-    set: UseAppendAction[tuple[str, ...]] = ()
-    """Any other setting of the job, KEY=VALUE, as in min_size=500; docs/reinforcement.md lists them. Repeat it."""
     on: str = ""
     """local, virtual (machines that are alike, in virtual time), or a cluster file: virtual as well. local if left
     out."""
@@ -88,44 +109,22 @@ class RlOptions:
     """How gradients of learners are encoded; as they are if left out."""
     batch_size: Count | None = None
     """Transitions of an update; the job's if left out."""
-    lr: Positive | None = None
+    lr: NonNegative | None = None
     """Learning rate; the job's if left out."""
     optimizer: str | None = None
     """rmsprop, adam, adagrad, ..., with parameters as in adam:clip=10; the job's if left out."""
-    device: str | None = None
-    """Device of the learners; actors are on the CPU."""
-    seed: Annotated[int, Field(ge=0, lt=WIDEST)] | None = None
+    seed: Seed | None = None
     """Decides initial values and, in virtual time, everything else; 0 if left out."""
     eval_every: Count | None = None
     """Updates between evaluations; 1,000 if left out, or a twentieth of the steps."""
     eval_episodes: Count | None = None
     """Episodes of an evaluation; 10 if left out."""
-    checkpoint_every: Count | None = None
-    """Updates between checkpoints; none if left out. Needs --out."""
-    warn_after: Seconds | None = None
-    """Seconds without a heartbeat, or without a step, after which the progress line names a process of a real run; a
-    third of frozen_after if left out."""
-    frozen_after: Seconds = 30.0
-    """Seconds without a heartbeat after which a process of a real run counts as frozen: the others go on without it, or
-    the run ends."""
-    grace: Positive = 10.0
-    """Seconds that a real run with checkpoints has after Ctrl-C or SIGTERM, to write a last one; 0 for none."""
-    tensorboard: bool = False
-    """Write TensorBoard events. Needs --out."""
-    trace: bool = False
-    """Write trace.json, which Perfetto opens. Needs --out."""
-    out: Path | None = None
-    """Folder for the run's record; nothing is written if left out."""
     resume: Path | None = None
     """Folder of a run to continue from its last complete checkpoint."""
     trust: bool = False
     """Run the code that a resumed run names also where the file has changed since it began."""
     report: Path | None = None
     """File of a report with the curves of returns; none if left out."""
-
-    def __post_init__(self) -> None:
-        for name, adapter in adapters(type(self)).items():  # type: ignore[arg-type]  # a class is hashable
-            object.__setattr__(self, name, checked(name, getattr(self, name), adapter))
 
     def config(self) -> TrainConfig:
         """The configuration of the run. Raises `UsageError`."""
@@ -156,9 +155,7 @@ class RlOptions:
         values: dict[str, Any] = {"env": as_value(self.env)}
         if self.actors is not None or self.algorithm == "gorila":
             values["actors"] = self.actors or self._learners
-        for name in OF_JOB:
-            if getattr(self, name) is not None:
-                values[name] = getattr(self, name)
+        values |= {name: value for name, value in self.only(JobParameters).plain().items() if value is not None}
         if self.network is not None:
             values["network"] = as_value(self.network)
         if self._frames:
@@ -174,19 +171,6 @@ class RlOptions:
             values[key] = value
         return f"{self.algorithm}:{','.join(f'{name}={value_text(value)}' for name, value in values.items())}"
 
-
-OF_JOB = (
-    "environments",
-    "replays",
-    "capacity",
-    "alpha",
-    "samples_per_insert",
-    "n_step",
-    "gamma",
-    "pull_every",
-    "target_every",
-)
-"""Options that are parameters of the job."""
 
 SHARED = tuple(
     {each.name for each in fields(RlOptions)} & {each.name for each in fields(TrainConfig)} - {"sync"},

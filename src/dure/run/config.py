@@ -1,5 +1,9 @@
 """The configuration of a run: every option of `train` and `compare`, as one checked value.
 
+An option is declared once, as a field: its name, type, range and default, its help below, and its use (`OptionUse`)
+where that differs from `--name VALUE`. The command line (`cli.flags`), the environment, the file of options, `--emit`
+(`run.emit`), a record and a resumed run (`run.resume`) read these declarations.
+
 Options are plain values, so that a record can hold them and a run can be repeated from its record. Objects that
 replace a text (a job, a method) are passed beside the configuration (`prebuilt.Prebuilt`).
 """
@@ -7,12 +11,14 @@ replace a text (a job, a method) are passed beside the configuration (`prebuilt.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from enum import Enum
 from functools import cache
+from inspect import get_annotations
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar, get_type_hints
 
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
@@ -29,11 +35,35 @@ from dure.run.strategy import AXES, Strategy, by_axis
 if TYPE_CHECKING:
     from dure.job.optimizer import OptimizerSpec
 
-C = TypeVar("C", bound="Options")
+T = TypeVar("T")
+C = TypeVar("C", bound="Checked")
+
+
+class OptionUse(Enum):
+    """How an option is used; part of the option's type."""
+
+    POSITIONAL = "a word without a flag"
+    REPEATED = "a flag for each value"
+    CHANGES = "a resumed run may have another value"
+
+
+class FlagName(NamedTuple):
+    """The flag of an option with another name than the option; part of the option's type."""
+
+    name: str
+
+
+Positional = Annotated[T, OptionUse.POSITIONAL]
+Repeated = Annotated[T, OptionUse.REPEATED]
+Changes = Annotated[T, OptionUse.CHANGES]
 
 Count = Annotated[int, Field(ge=1, lt=WIDEST)]
 Workers = Annotated[Count, AfterValidator(check_workers)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Accuracy = Annotated[float, Field(gt=0, le=1)]
+Seed = Annotated[int, Field(ge=0, lt=WIDEST)]
 
 PLACES = (*LAUNCHERS, "virtual")
 
@@ -42,73 +72,103 @@ FEW = ("bsp", "averaging:period=8", "ssp:bound=3", "downpour")
 _RATES: Mapping[str, float] = {"adagrad": 0.01, "adam": 0.001, "adamw": 0.001, "rmsprop": 0.001}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """Options that `train` and `compare` share. Values are checked: a wrong one raises `UsageError`."""
+class Checked:
+    """A dataclass of options. Values other than the defaults are checked: a wrong one raises `UsageError`."""
 
-    job: str = ""
-    """A built-in job, or FILE.py:FUNCTION that returns a dure.Job; parameters follow, as in mnist-mlp:depth=7."""
-    workers: Workers | None = None
-    """Workers; 4 locally and on a uniform virtual cluster, else what the cluster or torchrun says."""
-    batch_size: Count | None = None
-    """Samples per mini-batch of one worker; the job's if left out."""
-    batch_sizes: tuple[Count, ...] = ()
-    """Samples per mini-batch of each worker, one number per worker, if workers differ."""
-    lr: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-    """Learning rate; the job's if left out."""
-    scale_lr: bool = False
-    """Where K workers' gradients are averaged (bsp, averaging), K times the rate: a sample then counts for as much
-    as where they are added up (ssp, downpour). Linear scaling, Goyal et al. 2017."""
-    optimizer: str | None = None
-    """sgd, momentum, adagrad, adam, adamw or rmsprop, with parameters as in momentum:momentum=0.9; the job's if left
-    out. sgd is without momentum unless it gives one; other parameters are the job's where they are not given."""
-    steps: Count | None = None
-    """Mini-batches per worker. A run ends at the first of steps, epochs and seconds; with none, at the job's steps."""
-    epochs: Seconds | None = None
-    """Passes over the training data, all workers together."""
-    seconds: Seconds | None = None
-    """Seconds, virtual or real as the run is."""
-    seed: Annotated[int, Field(ge=0, lt=WIDEST)] | None = None
-    """Decides initial values, data order and, in virtual time, everything else; 0 if left out."""
-    data: Path | None = None
-    """Folder of data sets; else DURE_DATA, else the user's cache."""
-    split: str | None = None
-    """How samples go to workers: iid, whole, striped, dirichlet:alpha=0.1; the job's if left out."""
-    dtype: Literal["float32", "float64"] | None = None
-    """Of parameters and data; float32 if left out."""
-    eval_every: Count | None = None
-    """Steps per worker between evaluations; a twentieth of the run if left out."""
-    eval_samples: Count | None = None
-    """Samples of an evaluation, a fixed random choice. If left out: all test samples; where the job has no test set,
-    1,000 of its training set."""
-    checkpoint_every: Count | None = None
+    def __post_init__(self) -> None:
+        for option in fields(self):  # type: ignore[arg-type]  # each subclass is a dataclass
+            value = getattr(self, option.name)
+            if value is not option.default:
+                object.__setattr__(self, option.name, self.checked(option.name, value))
+
+    @classmethod
+    def of(cls: type[C], values: Mapping[str, Any]) -> C:
+        """Make options of names and values. Raises `UsageError` for an unknown name."""
+        cls.check_names(values)
+        return cls(**values)
+
+    @classmethod
+    def check_names(cls, names: Iterable[str]) -> None:
+        """Raise `UsageError` for a name that no option has."""
+        for name in names:
+            if name not in cls.types():
+                raise UsageError(f'there is no option "{name}".{nearest(str(name), list(cls.types()))}')
+
+    @classmethod
+    def types(cls) -> Mapping[str, Any]:
+        """The types of the options by name, with ranges and uses."""
+        found: Any = cls
+        return _types(found)
+
+    @classmethod
+    def used(cls, use: OptionUse) -> list[str]:
+        """The names of the options with this use."""
+        return [name for name, kind in cls.types().items() if use in getattr(kind, "__metadata__", ())]
+
+    @classmethod
+    def checked(cls, name: str, value: Any) -> Any:
+        """Convert `value` to the type of the option `name`. Raises `UsageError` if it does not fit."""
+        owner: Any = next(base for base in cls.__mro__ if name in get_annotations(base))
+        try:
+            return _adapter(owner, name).validate_python(value)
+        except ValidationError as error:
+            found = error.errors()[0]
+            if found["type"] == "value_error":
+                raise UsageError(f"{name}: {found['ctx']['error']}.") from error
+            reason = found["msg"].removeprefix("Input ")
+            shown = quoted(value)
+            if "than" in found["type"] or "finite" in found["type"]:
+                shown = shown.strip("'")  # the text of a flag is a number, but out of range
+            raise UsageError(f"{name} {reason[:1].lower()}{reason[1:]}, got {shown}.") from error
+
+    def only(self, kind: type[C]) -> C:
+        """The options of the base class `kind`."""
+        return kind(**{name: getattr(self, name) for name in kind.types()})
+
+    def plain(self) -> dict[str, Any]:
+        """The options as values of JSON and YAML, which `of` reads."""
+        return {name: _plain(getattr(self, name)) for name in self.types()}
+
+
+@cache
+def _types(kind: type[Checked]) -> Mapping[str, Any]:
+    found = get_type_hints(kind, include_extras=True)
+    return {option.name: found[option.name] for option in fields(kind)}  # type: ignore[arg-type]
+
+
+@cache
+def _adapter(owner: type[Checked], name: str) -> TypeAdapter[Any]:
+    """The check of an option; the class that declares it has one for all subclasses."""
+    return TypeAdapter(get_type_hints(owner, include_extras=True)[name])
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(Checked):
+    """Options of every command that carries out runs."""
+
+    checkpoint_every: Changes[Count | None] = None
     """Steps per worker between checkpoints; none if left out. Needs --out."""
-    trace: bool = False
+    trace: Changes[bool] = False
     """Write trace.json, which Perfetto opens: the times at which each worker computed, sent and waited. Needs --out."""
-    tensorboard: bool = False
+    tensorboard: Changes[bool] = False
     """Write TensorBoard events. Needs --out."""
-    device: str | None = None
+    device: Changes[str | None] = None
     """Device of the replicas: cpu, cuda (workers take the GPUs in turn), cuda:1 (all workers on this one), or auto:
-    accelerators if PyTorch finds some, else cpu. cpu if left out. Servers stay on the CPU; a virtual run is on one
-    device."""
-    exact: bool = False
-    """Evaluate gradients one at a time on one thread (virtual time)."""
-    warn_after: Seconds | None = None
+    accelerators if PyTorch finds some, else cpu. cpu if left out. Servers and actors stay on the CPU; a virtual run is
+    on one device."""
+    warn_after: Changes[Seconds | None] = None
     """Seconds without a heartbeat, or without a step, after which the progress line names a process of a real run; a
     third of frozen_after if left out."""
-    frozen_after: Seconds = 30.0
+    frozen_after: Changes[Seconds] = 30.0
     """Seconds without a heartbeat after which a process of a real run counts as frozen: the others go on without it, or
     the run ends."""
-    grace: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 10.0
+    grace: Changes[NonNegative] = 10.0
     """Seconds that a real run with checkpoints has after Ctrl-C or SIGTERM, to write a last one; 0 for none."""
-    timing_only: bool = False
-    """No tensors at all, only what takes how long (virtual time)."""
     out: Path | None = None
     """Folder for the run's record; nothing is written if left out."""
 
     def __post_init__(self) -> None:
-        for name, adapter in adapters(type(self)).items():  # type: ignore[arg-type]  # a class is hashable
-            object.__setattr__(self, name, checked(name, getattr(self, name), adapter))
+        Checked.__post_init__(self)
         if self.device is not None:
             check_form(self.device)
         if self.warn_after is not None and self.warn_after > self.frozen_after:
@@ -120,23 +180,61 @@ class Options:
             if getattr(self, name) and self.out is None and getattr(self, "resume", None) is None:
                 raise UsageError(f"{name} writes files, and there is no folder for them. Give out as well.")
 
-    @classmethod
-    def of(cls: type[C], values: Mapping[str, Any]) -> C:
-        """Make options of names and values. Raises `UsageError` for an unknown name."""
-        known = [option.name for option in fields(cls)]
-        for name in values:
-            if name not in known:
-                raise UsageError(f'there is no option "{name}".{nearest(str(name), known)}')
-        return cls(**values)
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingOptions(Checked):
+    """Options of a training: its job, workers, lengths and data."""
+
+    job: Positional[str] = ""
+    """A built-in job, or FILE.py:FUNCTION that returns a dure.Job; parameters follow, as in mnist-mlp:depth=7."""
+    workers: Workers | None = None
+    """Workers; 4 locally and on a uniform virtual cluster, else what the cluster or torchrun says."""
+    batch_size: Count | None = None
+    """Samples per mini-batch of one worker; the job's if left out."""
+    batch_sizes: tuple[Count, ...] = ()
+    """Samples per mini-batch of each worker, one number per worker, if workers differ."""
+    lr: NonNegative | None = None
+    """Learning rate; the job's if left out."""
+    scale_lr: bool = False
+    """Where K workers' gradients are averaged (bsp, averaging), K times the rate: a sample then counts for as much
+    as where they are added up (ssp, downpour). Linear scaling, Goyal et al. 2017."""
+    optimizer: str | None = None
+    """sgd, momentum, adagrad, adam, adamw or rmsprop, with parameters as in momentum:momentum=0.9; the job's if left
+    out. sgd is without momentum unless it gives one; other parameters are the job's where they are not given."""
+    steps: Changes[Count | None] = None
+    """Mini-batches per worker. A run ends at the first of steps, epochs and seconds; with none, at the job's steps."""
+    epochs: Changes[Seconds | None] = None
+    """Passes over the training data, all workers together."""
+    seconds: Changes[Seconds | None] = None
+    """Seconds, virtual or real as the run is."""
+    seed: Seed | None = None
+    """Decides initial values, data order and, in virtual time, everything else; 0 if left out."""
+    data: Changes[Path | None] = None
+    """Folder of data sets; else DURE_DATA, else the user's cache."""
+    split: str | None = None
+    """How samples go to workers: iid, whole, striped, dirichlet:alpha=0.1; the job's if left out."""
+    dtype: Literal["float32", "float64"] | None = None
+    """Of parameters and data; float32 if left out."""
+    eval_every: Count | None = None
+    """Steps per worker between evaluations; a twentieth of the run if left out."""
+    eval_samples: Count | None = None
+    """Samples of an evaluation, a fixed random choice. If left out: all test samples; where the job has no test set,
+    1,000 of its training set."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(RunOptions, TrainingOptions):
+    """Options that `train` and `compare` share."""
+
+    exact: bool = False
+    """Evaluate gradients one at a time on one thread (virtual time)."""
+    timing_only: bool = False
+    """No tensors at all, only what takes how long (virtual time)."""
 
     @property
     def seeded(self) -> int:
         """`seed`, or 0 if it is left out."""
         return self.seed or 0
-
-    def plain(self) -> dict[str, Any]:
-        """The options as values of JSON and YAML, which `of` reads."""
-        return {option.name: _plain(getattr(self, option.name)) for option in fields(self)}
 
     def optimizer_over(self, base: OptimizerSpec, averaged: int = 1) -> OptimizerSpec:
         """The optimizer of the run: that of the job, changed by `optimizer`, `lr` and `scale_lr`.
@@ -177,10 +275,10 @@ class TrainConfig(Options):
     on: str = ""
     """local, torchrun, virtual (a uniform cluster in virtual time), or a cluster file: virtual as well. local if left
     out."""
-    key_file: Path | None = None
+    key_file: Changes[Path | None] = None
     """Under torchrun: file with the run's key, at least 32 random bytes, of mode 0600, the same at every rank. If left
     out, rank 0 draws a key and hands it out through torchrun's store."""
-    integrity: Literal["mac", "checksum"] = "mac"
+    integrity: Changes[Literal["mac", "checksum"]] = "mac"
     """How tensors between machines are protected: by an authentication code under the run's key (mac), or by a checksum
     alone, for private networks. Headers always have an authentication code."""
     resume: Path | None = None
@@ -239,24 +337,35 @@ class TrainConfig(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompareConfig(Options):
-    """One job under several strategies, in one or more places."""
+class ComparedTarget(Checked):
+    """The accuracy or the loss whose time a report compares."""
 
-    strategies: tuple[str, ...] = ()
-    """A whole strategy in one text, as in "ssp:bound=3 ps:shards=2". Repeat it. If left out: bsp, averaging:period=8,
-    ssp:bound=3 and downpour."""
-    on: tuple[str, ...] = ()
-    """local, virtual, or a cluster file. Repeat it to compare places. local if left out."""
-    report: Path | None = None
-    """File of the report. If left out: report.html, or the first of report-2.html, report-3.html, ... that is free."""
-    target: Annotated[float, Field(gt=0, le=1)] | None = None
+    target: Accuracy | None = None
     """Test accuracy whose time is compared; 0.95 if left out."""
-    target_loss: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    target_loss: Finite | None = None
     """Loss whose time is compared, in place of an accuracy."""
 
     def __post_init__(self) -> None:
-        Options.__post_init__(self)
-        goal(self.target, self.target_loss)
+        super().__post_init__()
+        _ = self.goal
+
+    @property
+    def goal(self) -> Target:
+        """The target. Raises `UsageError` if both are given."""
+        return goal(self.target, self.target_loss)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareConfig(ComparedTarget, Options):
+    """One job under several strategies, in one or more places."""
+
+    strategies: Annotated[Repeated[tuple[str, ...]], FlagName("strategy")] = ()
+    """A whole strategy in one text, as in "ssp:bound=3 ps:shards=2". Repeat it. If left out: bsp, averaging:period=8,
+    ssp:bound=3 and downpour."""
+    on: Repeated[tuple[str, ...]] = ()
+    """local, virtual, or a cluster file. Repeat it to compare places. local if left out."""
+    report: Path | None = None
+    """File of the report. If left out: report.html, or the first of report-2.html, report-3.html, ... that is free."""
 
     def runs(self) -> Iterator[TrainConfig]:
         """One configuration per place and strategy, each with a numbered folder of its own under `out`."""
@@ -278,24 +387,6 @@ def goal(target: float | None, target_loss: float | None) -> Target:
     if target is not None and target_loss is not None:
         raise UsageError(f"target={target:g} and target_loss={target_loss:g} are two targets. Give one of them.")
     return Target(0.95 if target is None else target) if target_loss is None else Target(target_loss, "loss")
-
-
-@cache
-def adapters(options: type) -> dict[str, TypeAdapter[Any]]:
-    """The checks of the fields of a class of options."""
-    return {name: TypeAdapter(hint) for name, hint in get_type_hints(options, include_extras=True).items()}
-
-
-def checked(name: str, value: Any, adapter: TypeAdapter[Any]) -> Any:
-    """Convert the `value` of the option `name` to the type of `adapter`. Raises `UsageError` if it does not fit."""
-    try:
-        return adapter.validate_python(value)
-    except ValidationError as error:
-        found = error.errors()[0]
-        if found["type"] == "value_error":
-            raise UsageError(f"{name}: {found['ctx']['error']}.") from error
-        reason = found["msg"].removeprefix("Input ")
-        raise UsageError(f"{name} {reason[:1].lower()}{reason[1:]}, got {quoted(value)}.") from error
 
 
 def _plain(value: Any) -> Any:

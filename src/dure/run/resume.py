@@ -18,7 +18,7 @@ from dure.core.spec_text import parse_member, parse_members, value_text
 from dure.errors import StrategyError, UsageError
 from dure.partition.mesh import parts_of
 from dure.report.run import read_run
-from dure.run.config import TrainConfig
+from dure.run.config import OptionUse, TrainConfig
 from dure.run.places import is_real, is_started_outside
 from dure.run.split_again import MAY_DIFFER, can_split_again
 from dure.run.strategy import AXES, DEFAULTS, make, member_text
@@ -27,27 +27,9 @@ from dure.runtime.virtual.cluster import Cluster
 CLUSTER = "cluster.yaml"
 """File of the virtual cluster in the folder of a run, read when the run is resumed."""
 
-MAY_CHANGE = (
-    "steps",
-    "epochs",
-    "seconds",
-    "checkpoint_every",
-    "data",
-    "device",
-    "trace",
-    "tensorboard",
-    "warn_after",
-    "frozen_after",
-    "key_file",
-    "integrity",
-    "grace",
-)
-"""Options that a resumed run may change: its length, paths and devices of this machine, optional files, time
-limits."""
-
 
 def resumed(config: TrainConfig, cluster: Cluster | None = None) -> TrainConfig:
-    """Read the configuration of the run in `config.resume`; `config` may replace options of `MAY_CHANGE`.
+    """Read the configuration of the run in `config.resume`; `config` may replace options of `OptionUse.CHANGES`.
 
     `cluster` is the object that was given as the place, if any. An option counts as given if it has not its default.
 
@@ -63,7 +45,7 @@ def resumed(config: TrainConfig, cluster: Cluster | None = None) -> TrainConfig:
     saved = TrainConfig.of({**record.config, "resume": folder, "out": folder, "trust": config.trust})
     asked = ((option, getattr(config, option.name)) for option in fields(config))
     given = {option.name: value for option, value in asked if value != option.default}
-    changes = {name: given.pop(name) for name in MAY_CHANGE if name in given}
+    changes = {name: given.pop(name) for name in TrainConfig.used(OptionUse.CHANGES) if name in given}
     given = {**given, **config.members()}
     for name in ("strategy", "resume", "trust"):
         given.pop(name, None)

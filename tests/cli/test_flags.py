@@ -1,0 +1,43 @@
+"""Options are declared once: the command line, files, the environment, records and pages follow the declarations."""
+
+import re
+from dataclasses import MISSING, fields
+from pathlib import Path
+
+import pytest
+
+from dure.cli.commands import COMMANDS
+from dure.cli.flags import parse
+from dure.run.config import OptionUse, TrainConfig
+
+GUIDE = (Path(__file__).parents[2] / "docs" / "guide.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("kind", COMMANDS.values(), ids=COMMANDS)
+def test_each_default_is_a_value_of_its_option(kind):
+    for option in fields(kind):
+        if option.default is not MISSING:
+            assert kind.checked(option.name, option.default) == option.default, option.name
+
+
+@pytest.mark.parametrize(
+    ("words", "trace"), [("", True), ("--no-trace", False), ("--trace", True), ("--trace --no-trace", False)]
+)
+def test_a_flag_overrides_a_switch_of_a_file_and_of_the_environment(words, trace, tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("trace: true\nfrozen_after: 60\n")
+    given = parse(["train", "x", "--out", "r", "--config", str(file), *words.split()], {"DURE_GRACE": "3"})
+    assert (given.trace, given.frozen_after, given.grace) == (trace, 60.0, 3.0)
+    assert parse(["train", "x", "--out", "r", *words.split()], {"DURE_TRACE": "1"}).trace == trace
+
+
+def test_a_flag_with_the_value_of_the_default_overrides_a_file(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("frozen_after: 60\nbatch_sizes: [8, 4]\n")
+    given = parse(["train", "x", "--config", str(file), "--frozen-after", "30", "--batch-sizes"], {})
+    assert (given.frozen_after, given.batch_sizes) == (30.0, ())
+
+
+def test_the_guide_lists_the_options_that_may_change():
+    listed = re.search(r"\n[^\n]*`steps`, `epochs`[^.;]*may change", GUIDE)
+    assert set(re.findall(r"`(\w+)`", listed.group(0))) == set(TrainConfig.used(OptionUse.CHANGES))
