@@ -24,7 +24,7 @@ from dure.run.strategy import make
 from dure.runtime.process.group import ProcessGroup
 from dure.runtime.process.node import ProcessNode
 from dure.runtime.wire import Identity
-from dure.topology.collective.message_group import SentGroup
+from dure.topology.collective.message_group import SentGroup, algorithm_of
 
 SENT = ("ring", "tree", "halving-doubling", "all-to-all")
 SIZES = {"1 kB": (1_000, 40), "1 MB": (1_000_000, 8), "16 MB": (16_000_000, 2)}
@@ -65,7 +65,7 @@ def measure(rank: int, given: argparse.Namespace) -> dict[str, dict[str, list[fl
     node, ranks = connected(rank, given.workers), range(given.workers)
     groups: dict[str, Group] = {"engine": ProcessGroup(node, ranks, None)}
     for name in given.algorithms:
-        groups[name] = SentGroup(node, ranks, make(f"collective:algorithm={name}"), node.meter)
+        groups[name] = SentGroup(node, ranks, algorithm_of(make(f"collective:algorithm={name}")), node.meter)
     found = {}
     for size in given.sizes:
         nbytes, steps = SIZES[size]

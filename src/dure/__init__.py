@@ -45,6 +45,10 @@ _OTHERS = (
     "dure.sync.base:ServerRule",
     "dure.sync.base:Traits",
     "dure.sync.worker:Worker",
+    "dure.topology.base:RunPlan",
+    "dure.topology.base:Session",
+    "dure.topology.base:Topology",
+    "dure.topology.collective.message_group:SentGroup",
     "dure.user_loop.attach:attach",
     "dure.user_loop.ddp_hook:hook",
 )

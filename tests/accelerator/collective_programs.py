@@ -40,7 +40,7 @@ from dure.runtime.process.group import EngineOperation
 from dure.runtime.process.node import ProcessNode
 from dure.runtime.wire import Identity
 from dure.topology.collective.compressed import CompressedGroup
-from dure.topology.collective.message_group import SentGroup
+from dure.topology.collective.message_group import SentGroup, algorithm_of
 from dure.user_loop.source import Exchange
 
 STEPS = 6
@@ -319,7 +319,7 @@ def node_on(device: str, rendezvous: Rendezvous, name: str) -> ProcessNode:
 def coded(device: str, rendezvous: Rendezvous, text: str) -> dict[str, Any]:
     """Mean gradients and mean changes of a model by a codec, over rounds, so that residuals and votes count."""
     node = node_on(device, rendezvous, f"{text} on {device}")
-    group = SentGroup(node, range(2), make("collective:algorithm=ring", "topology"), node.meter)
+    group = SentGroup(node, range(2), algorithm_of(make("collective:algorithm=ring", "topology")), node.meter)
     layers, share, rounds = Replica(Net()).layers, (0.25, 0.75)[node.rank], []
     compressed = CompressedGroup(node, group, make(text, "codec"), layers, node.meter)
 

@@ -35,17 +35,12 @@ from dure.partition.shared_layers import SharedLayers
 from dure.partition.whole import Whole
 from dure.sync.base import traits_of
 from dure.sync.corrected import parts
-from dure.topology.collective.choice import Collective
-from dure.topology.gossip.choice import Gossip
-from dure.topology.hybrid.choice import Hybrid
 from dure.topology.offers import OFFERS, offering, offers_of
-from dure.topology.parameter_server.choice import ParameterServer
-from dure.topology.shared_memory.choice import SharedMemory
 
 if TYPE_CHECKING:
     from dure.sync.base import Sync
+    from dure.topology.base import Choice
 
-Topology = Collective | ParameterServer | Hybrid | SharedMemory | Gossip
 Partition = Whole | Pipeline | SharedLayers | Mesh
 
 AXES: Mapping[str, str] = {
@@ -68,7 +63,10 @@ UNSTAGED = "it decides on each gradient, or uses more than the next one, and a s
 OWN_TOPOLOGY = 'Name a topology of your own that offers it: topology="FILE.py:CLASS".'
 
 BASES: Mapping[str, type | UnionType] = {"partition": Pipeline | SharedLayers, "codec": Codec}
-"""The base classes of members of an axis; a method has none."""
+"""The base classes of members of an axis; methods and topologies have none."""
+
+DEFINES: Mapping[str, tuple[str, ...]] = {"sync": ("traits", "work"), "topology": ("offers", "deployed_as")}
+"""The attributes of members without a base class."""
 
 DEFAULTS: Mapping[str, str] = {"sync": "bsp", "codec": "fp32", "partition": "none"}
 
@@ -83,11 +81,15 @@ class Strategy:
     """
 
     sync: Sync
-    topology: Topology
+    topology: Choice
     codec: Codec = field(default_factory=Float32)
     partition: Partition = field(default_factory=Whole)
 
     def __post_init__(self) -> None:
+        if name_of("topology", self.topology) not in catalogue("topology"):
+            from dure.topology.base import check_own  # imports torch, which members of the catalogue do not need here
+
+            check_own(self.topology, name_of("topology", self.topology))
         traits, offers = traits_of(self.sync), offers_of(self.topology)
         if offers.isdisjoint(traits.needs):
             because = traits.reasons.topology or self._lack(offers)
@@ -199,7 +201,7 @@ class Strategy:
     def of(
         cls,
         sync: Sync | str | None = None,
-        topology: Topology | str | None = None,
+        topology: Choice | str | None = None,
         codec: Codec | str | None = None,
         partition: Partition | str | None = None,
     ) -> Strategy:
@@ -250,7 +252,7 @@ def catalogue(axis: str) -> Catalogue:
 def find(name: str, axis: str | None = None) -> tuple[str, str]:
     """Find the axis (or `REMEDY`) of `name` and the place of its class, on `axis` if given. Raises `StrategyError`.
 
-    A method, a codec or a partition in a user's own file is `FILE.py:CLASS`.
+    A member in a user's own file is `FILE.py:CLASS`.
     """
     own = user_code.split(name)
     if own is not None:
@@ -274,13 +276,16 @@ def _own_member(name: str, file: str, member: str) -> tuple[str, str]:
         kind = user_code.kind(file, member)
     except UsageError as error:
         raise StrategyError(f"{name}: {error}") from error
-    axis = next((axis for axis, base in BASES.items() if issubclass(kind, base)), "sync")
-    lacks = [part for part in ("traits", "work") if axis == "sync" and not hasattr(kind, part)]
+    axis = next((axis for axis, base in BASES.items() if issubclass(kind, base)), None)
+    if axis is None:
+        axis = "topology" if any(hasattr(kind, part) for part in DEFINES["topology"]) else "sync"
+    lacks = [part for part in DEFINES.get(axis, ()) if not hasattr(kind, part)]
     if lacks:
         raise StrategyError(
             f"{name} is no member of a strategy. A codec is a subclass of dure.Codec, a pipeline one of "
             "dure.MicroBatched, a split of layers one of dure.SharedLayers. A method is a dataclass with `traits` "
-            f"(dure.Traits) and `work`; this lacks {names(lacks)}."
+            "(dure.Traits) and `work`, a topology one with `offers` and `deployed_as` (a subclass of dure.Topology); "
+            f"this lacks {names(lacks)}."
         )
     if not is_dataclass(kind):
         raise StrategyError(f"{name} is no dataclass: write @dataclass(frozen=True) above the class.")
@@ -373,7 +378,7 @@ def name_of(axis: str, member: Any) -> str:
 def member_text(axis: str, member: Any) -> str:
     """An object as text: its first parameter (always, as a rule), the others where they differ from their defaults.
 
-    >>> member_text("topology", ParameterServer()), member_text("topology", ParameterServer(2, split="layer"))
+    >>> member_text("topology", make("ps")), member_text("topology", make("ps:shards=2,split=layer"))
     ('ps:shards=1', 'ps:shards=2,split=layer')
     """
     if isinstance(member, Codec):

@@ -16,6 +16,7 @@ from dure.run.checkpoint import fitting
 from dure.sync import lifecycle
 from dure.sync.worker import Worker
 from dure.sync.worker_state import WorkerState
+from dure.topology.base import check_sessions
 from dure.topology.collective.topology import GroupSession
 from dure.topology.parameter_server.portion_client import PortionClient
 from dure.topology.parameter_server.session import ServerSession
@@ -132,6 +133,7 @@ def build_worker(run: Setup, node: Node, number: int, meter: Meter, *, start: in
         worker.pushes_rates = not setup.server_side.own_rule
         worker.sessions.work_queue = _portions(run, server, under_number) if setup.coordinated else None
     topology.connect(worker, group)
+    check_sessions(topology.choice, worker.sessions)
     return worker
 
 

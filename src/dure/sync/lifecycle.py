@@ -74,6 +74,8 @@ def state(worker: WorkerState) -> State:
     }
     whole = State(tensors, plain) | State(worker.kept, worker.kept_plain).under("kept")
     whole |= worker.optimizer.state().under("optimizer") | _state_of_codec(worker)
+    for offer, session in worker.sessions.own.items():
+        whole |= session.state().under(f"own {offer}")
     # A run in which only time counts has no values, and its checkpoint has the plain state alone.
     return State({name: tensor for name, tensor in whole.tensors.items() if not isinstance(tensor, Ghost)}, whole.plain)
 
@@ -103,6 +105,8 @@ def restore(worker: WorkerState, state: State) -> None:
     worker.clock, worker.joined_at, worker.given = (int(plain[name]) for name in ("clock", "entered", "given"))
     worker.refusals.total, worker.refusals.in_a_row = plain.get("refused", (0, 0))
     worker.lr = plain.get("lr")  # of gradients that are not pushed yet
+    for offer, session in worker.sessions.own.items():
+        session.restore(state.part(f"own {offer}"))
     _restore_sessions(worker, State(under_prefix("coded.", tensors), plain))
     # The next push names the versions that its gradient was computed on, also where no pull comes before it.
     if plain["versions"] is not None:

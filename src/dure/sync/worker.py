@@ -36,6 +36,7 @@ class Worker:
     | `group`                       | means over all workers (`collective`)                                        |
     | `peer`                        | averages with neighbors (`gossip`)                                           |
     | `memory`                      | reads and writes of the shared model (`shared`)                              |
+    | `session(offer)`              | the session of a topology of a user's own                                    |
     | `over_servers`                | whether the run has servers                                                  |
     | `heartbeat()`                 | tells the servers that this worker is alive, in a long time without a push   |
     | `rank`, `world_size`          | this worker's place among all                                                |
@@ -142,6 +143,10 @@ class Worker:
     def memory(self) -> MemorySession:
         """The session with the model in shared memory: reads and writes."""
         return self.state.memory
+
+    def session(self, offer: str) -> Any:
+        """The session that a topology of a user's own has for an `offer` of its own."""
+        return self.state.session(offer)
 
     @property
     def over_servers(self) -> bool:

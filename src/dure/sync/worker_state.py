@@ -48,7 +48,7 @@ class Sessions:
     """The sessions of a worker with its topology; None where the topology has no such part.
 
     `work_queue` hands out portions of a batch (L-BFGS). `rows` computes mean gradients with servers that hold a part of
-    the model (hybrid).
+    the model (hybrid). `own` has the sessions of a user's topology, by the words that it offers.
     """
 
     server: ServerSession | None = None
@@ -57,6 +57,7 @@ class Sessions:
     memory: MemorySession | None = None
     work_queue: PortionClient | None = None
     rows: RowSession | None = None
+    own: dict[str, Any] = field(default_factory=dict)
 
     @property
     def members(self) -> Group | None:
@@ -69,6 +70,8 @@ class Sessions:
             await self.peer.settled()
         if self.server is not None:
             await self.server.settled()
+        for session in self.own.values():
+            await session.settled()
 
 
 @dataclass(slots=True)
@@ -344,6 +347,10 @@ class WorkerState:
     def work_queue(self) -> PortionClient:
         """The session with a coordinator: portions of a batch."""
         return _present(self.sessions.work_queue, "a coordinator")
+
+    def session(self, offer: str) -> Any:
+        """The session of a user's topology for an `offer` of its own."""
+        return _present(self.sessions.own.get(offer), offer)
 
     @property
     def over_servers(self) -> bool:

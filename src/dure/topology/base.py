@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
@@ -12,9 +12,13 @@ import torch
 
 from dure.codec.coder import SliceLayout
 from dure.core.deployment import SERVER, WORKER, Deployment, NodeId, NodeSpec, WhenLost
+from dure.core.spec_text import nearest
+from dure.core.state import State
 from dure.core.vectors import pieces
+from dure.errors import StrategyError, UsageError
 from dure.job.optimizer import restrict
 from dure.job.overlap import cut
+from dure.topology.offers import OFFERS
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -121,14 +125,26 @@ class TopologyWorker(Protocol):
 
 
 class Choice(Protocol):
-    """A topology as a value of a strategy; `deployed_as` names its class in a run, "module:class"."""
+    """A topology as a value of a strategy: a frozen dataclass of its parameters.
 
-    offers: ClassVar[frozenset[str]]
-    deployed_as: ClassVar[str]
+    Both are class variables.
+    """
+
+    @property
+    def offers(self) -> Collection[str]:
+        """What methods may need (`topology.offers`)."""
+        ...
+
+    @property
+    def deployed_as(self) -> str | type[Topology]:
+        """Its class in a run, or "module:class", which is imported when a run needs it."""
+        ...
 
 
 def topology_of(choice: Choice) -> type[Topology]:
     """The class of the topology that a strategy names."""
+    if isinstance(choice.deployed_as, type):
+        return choice.deployed_as
     module, _, name = choice.deployed_as.partition(":")
     found: type[Topology] = getattr(import_module(module), name)
     return found
@@ -137,6 +153,23 @@ def topology_of(choice: Choice) -> type[Topology]:
 def deployed(choice: Choice, plan: RunPlan) -> Topology:
     """The topology that a strategy names, in one run."""
     return topology_of(choice)(choice, plan)
+
+
+class Session:
+    """What a worker has of a topology of a user's own, for methods: `worker.session(offer)`.
+
+    The topology puts it into `worker.sessions.own` under the word that it offers, when it connects the worker.
+    """
+
+    async def settled(self) -> None:
+        """Wait until nothing is under way beside the method: a checkpoint or the end is next."""
+
+    def state(self) -> State:
+        """The state that a checkpoint keeps."""
+        return State()
+
+    def restore(self, state: State) -> None:
+        """Set the session to the state of a checkpoint."""
 
 
 class Topology:
@@ -259,3 +292,66 @@ class Topology:
     def notes(self) -> Mapping[str, Any]:
         """What the summary of a run tells of this topology."""
         return {}
+
+
+# ---- a topology of a user's own
+
+DEFINES: Mapping[str, tuple[str, ...]] = {
+    "group": ("group",),
+    "servers": ("shard",),
+    "coordinator": ("shard",),
+    "memory": ("shard", "attach", "map"),
+    "codec": (),
+    "stages": (),
+}
+"""The functions of `Topology` that an offer needs. Every other offer needs `connect`, which gives it to a worker."""
+
+FLAGS: Mapping[str, str] = {"group": "needs_everybody", "servers": "clocked", "memory": "clocked"}
+"""The attribute of `Topology` that is true where something is offered."""
+
+
+def check_own(choice: Choice, name: str) -> None:
+    """Raise `StrategyError` for a topology of a user's own whose class in a run does not have what it offers."""
+    if isinstance(choice.offers, str) or not all(isinstance(offer, str) for offer in choice.offers):
+        raise StrategyError(f'{name}: offers must be a tuple of names, got {choice.offers!r}. Write ("group",).')
+    kind = _own_class(choice, name)
+    for offer in sorted(choice.offers):
+        for function in DEFINES.get(offer, ("connect",)):
+            if getattr(kind, function) is getattr(Topology, function):
+                near = "" if offer in OFFERS else nearest(offer, OFFERS)
+                raise StrategyError(
+                    f"{name} offers {offer}, and {kind.__name__} has no `{function}` of its own. Define it, or leave "
+                    f"{offer} out of `offers`.{near}"
+                )
+        flag = FLAGS.get(offer)
+        if flag is not None and not getattr(kind, flag):
+            raise StrategyError(f"{name} offers {offer}, so {kind.__name__} must have `{flag} = True`.")
+
+
+def _own_class(choice: Choice, name: str) -> type[Topology]:
+    try:
+        kind = topology_of(choice)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise StrategyError(
+            f"{name}: deployed_as={choice.deployed_as!r} cannot be imported ({error}). Give the class itself, a "
+            "subclass of dure.Topology."
+        ) from error
+    if not (isinstance(kind, type) and issubclass(kind, Topology)):
+        raise StrategyError(f"{name}: deployed_as must be a subclass of dure.Topology, got {kind!r}.")
+    return kind
+
+
+SLOTS: Mapping[str, str] = {"group": "group", "servers": "server", "peers": "peer"}
+"""The session of a worker for each offer; memory is mapped later."""
+
+
+def check_sessions(choice: Choice, sessions: Any) -> None:
+    """Raise `UsageError` if a worker, once connected, has no session for something that its topology offers."""
+    for offer in choice.offers:
+        given = sessions.own.get(offer) if offer not in OFFERS else getattr(sessions, SLOTS.get(offer, "own"))
+        if given is None:
+            where = f"worker.sessions.{SLOTS[offer]}" if offer in SLOTS else f'worker.sessions.own["{offer}"]'
+            raise UsageError(
+                f"{type(choice).__name__} offers {offer}, and a worker that it has connected has none. Its class in a "
+                f"run must set {where} in `connect`."
+            )

@@ -25,7 +25,7 @@ from dure.codec.fp32 import Float32
 from dure.errors import UsageError
 from dure.job.replica import Replica
 from dure.partition.whole import Whole
-from dure.run.strategy import Strategy, make, member_text, name_of
+from dure.run.strategy import Strategy, catalogue, make, member_text, name_of
 from dure.runtime.launch.monitor import RankMonitor
 from dure.runtime.launch.rendezvous import RankEnvironment, Rendezvous, credentials_of, met, place
 from dure.runtime.process.node import ProcessNode
@@ -137,11 +137,13 @@ def _check_strategy(strategy: Strategy) -> None:
     because = traits_of(strategy.sync).reasons.loop
     if because:
         raise UsageError(f"{member_text('sync', strategy.sync)} does not run in a loop of one's own: {because}.")
+    name = name_of("topology", strategy.topology)
     because = topology_of(strategy.topology).no_loop
+    if not because and name not in catalogue("topology"):
+        because = "a loop has the groups and the servers of dure's own topologies"
     if because:
         raise UsageError(
-            f"{name_of('topology', strategy.topology)} does not run in a loop of one's own: {because}. "
-            'Write topology="collective" or "ps".'
+            f'{name} does not run in a loop of one\'s own: {because}. Write topology="collective" or "ps".'
         )
 
 

@@ -10,7 +10,7 @@ import torch
 from dure.job.replica import as_bytes, copy_bytes
 from dure.runtime.process.group import AloneGroup, Engine
 from dure.sync.base import traits_of
-from dure.topology.collective.message_group import SentGroup
+from dure.topology.collective.message_group import SentGroup, algorithm_of
 from dure.topology.collective.topology import Agreement, GroupSession, Intention
 from dure.user_loop.source import Exchange, Failed
 
@@ -33,7 +33,7 @@ class SentCollectives:
         self.alone = size == 1
         self.group: Group = AloneGroup(node)
         if not self.alone:
-            self.group = SentGroup(node, range(size), topology, node.meter)
+            self.group = SentGroup(node, range(size), algorithm_of(topology), node.meter)
             places = rendezvous.exchange("place", [interface, node.wire.listen(interface)])
             node.directory.update({f"worker {rank}": (host, port) for rank, (host, port) in enumerate(places)})
 

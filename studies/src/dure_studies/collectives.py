@@ -56,7 +56,7 @@ def one_all_reduce(algorithm: str, nbytes: int, cluster: Cluster) -> tuple[float
     from dure.run.strategy import make
     from dure.runtime.virtual.network import Network
     from dure.runtime.virtual.runtime import VirtualRuntime
-    from dure.topology.collective.message_group import SentGroup
+    from dure.topology.collective.message_group import SentGroup, algorithm_of
 
     ranks, networks = range(cluster.workers), []
 
@@ -69,7 +69,7 @@ def one_all_reduce(algorithm: str, nbytes: int, cluster: Cluster) -> tuple[float
     groups: Sequence[Group] = [node.group(ranks) for node in nodes]
     if algorithm != "engine":
         topology, homes = make(f"collective:algorithm={algorithm}"), [cluster.machine_of(rank) for rank in ranks]
-        groups = [SentGroup(node, ranks, topology, node.meter, homes) for node in nodes]
+        groups = [SentGroup(node, ranks, algorithm_of(topology, homes), node.meter) for node in nodes]
     tensor: Any = Ghost(nbytes // 4)
     ends: list[Operation[Any]] = [group.all_reduce(tensor) for group in groups]
     runtime.kernel.run()

@@ -23,7 +23,7 @@ from dure.runtime.virtual.cluster import Cluster, Link, Machines
 from dure.runtime.virtual.network import Network
 from dure.runtime.virtual.runtime import VirtualRuntime
 from dure.topology.collective.choice import Collective
-from dure.topology.collective.message_group import SentGroup
+from dure.topology.collective.message_group import SentGroup, algorithm_of
 
 SIZES = range(1, 10)
 LENGTHS = [0, 1, 7, 100]
@@ -50,7 +50,7 @@ class Virtual:
         homes = [cluster.machine_of(rank) for rank in range(size)]
         self.runtime = VirtualRuntime(cluster, lambda kernel: Network(cluster, kernel, placed(cluster)), None, seed=0)
         self.nodes = [self.runtime.node(f"worker {rank}", rank) for rank in range(size)]
-        self.groups = [SentGroup(node, range(size), topology, node.meter, homes) for node in self.nodes]
+        self.groups = [SentGroup(node, range(size), algorithm_of(topology, homes), node.meter) for node in self.nodes]
         self.path = Wire(*self.runtime.network.path(range(size)), cluster.small)
         inner = cluster.inside
         self.inside = self.path._replace(latency=inner.latency, bandwidth=inner.bandwidth, beta=0.0)

@@ -23,7 +23,7 @@ from dure.core.vectors import equal_ranges
 from dure.errors import PeerLost
 from dure.runtime.process.node import ProcessNode
 from dure.runtime.wire import Identity
-from dure.topology.collective.message_group import SentGroup
+from dure.topology.collective.message_group import SentGroup, algorithm_of
 
 LENGTHS = [0, 3, 101]
 ANY = Wire(latency=0.0, alpha=0.0, bandwidth=1.0)
@@ -39,7 +39,7 @@ class Real:
             node.directory.update(directory)
 
     def join(self, topology: Any) -> list[SentGroup]:
-        return [SentGroup(node, range(len(self.nodes)), topology, node.meter) for node in self.nodes]
+        return [SentGroup(node, range(len(self.nodes)), algorithm_of(topology), node.meter) for node in self.nodes]
 
     def all(self, groups: list[SentGroup], call: Callable[[SentGroup, int], Operation[Any]]) -> list[Any]:
         """What `call` gives at each rank, all of them at once."""
@@ -138,7 +138,7 @@ def be(rank: int, topology: Any, folder: Path) -> None:
     ports = [folder / f"port-{other}" for other in range(RANKS)]
     wait_for(ports)
     node.directory.update({f"worker {r}": ("127.0.0.1", json.loads(p.read_text())) for r, p in enumerate(ports)})
-    group = SentGroup(node, range(RANKS), topology, node.meter)
+    group = SentGroup(node, range(RANKS), algorithm_of(topology), node.meter)
 
     async def work() -> None:
         done = 0

@@ -37,20 +37,24 @@ def machines_of(topology: Collective, machines: Sequence[int]) -> Sequence[int]:
     return machines if per_host is None else [place // per_host for place in range(len(machines))]
 
 
-def algorithm_of(topology: Collective, line: Ranks, machines: Sequence[int]) -> Algorithm:
-    """The algorithm that `topology` names, among the ranks of `line`, which are on `machines`."""
-    hosts = hosts_of(machines)
-    if topology.algorithm == "hierarchical":
-        return Hierarchical(line, hosts)
-    if topology.algorithm == "torus":
-        return Torus(line, len(hosts[0]))
-    makers: dict[str, Callable[[Ranks], Algorithm]] = {
-        "ring": Ring,
-        "tree": Tree,
-        "halving-doubling": HalvingDoubling,
-        "all-to-all": AllToAll,
-    }
-    return makers[topology.algorithm](line)
+def algorithm_of(topology: Collective, machines: Sequence[int] = ()) -> Callable[[Ranks], Algorithm]:
+    """The maker of the algorithm that `topology` names, for ranks on `machines`; by default each has its own."""
+
+    def make(line: Ranks) -> Algorithm:
+        hosts = hosts_of(machines_of(topology, machines or line.ranks))
+        if topology.algorithm == "hierarchical":
+            return Hierarchical(line, hosts)
+        if topology.algorithm == "torus":
+            return Torus(line, len(hosts[0]))
+        makers: dict[str, Callable[[Ranks], Algorithm]] = {
+            "ring": Ring,
+            "tree": Tree,
+            "halving-doubling": HalvingDoubling,
+            "all-to-all": AllToAll,
+        }
+        return makers[topology.algorithm](line)
+
+    return make
 
 
 class SentGroup:
@@ -59,19 +63,17 @@ class SentGroup:
     They happen in the order in which they were called, one after another, at every member; each is under way while its
     caller does something else. Whoever is gone ends all of them at all members, with `PeerLost`.
 
-    `machines` has the machine of each member; by default each member has its own.
+    `algorithm` makes their algorithm, given the line of the members.
     """
 
-    def __init__(
-        self, node: Node, ranks: Sequence[int], topology: Collective, meter: Meter, machines: Sequence[int] = ()
-    ) -> None:
+    def __init__(self, node: Node, ranks: Sequence[int], algorithm: Callable[[Ranks], Algorithm], meter: Meter) -> None:
         self.ranks: Sequence[int] = tuple(ranks)
         self._node = node
         self._meter = meter
         self._loss = GroupFailure(node, self.ranks)
         node.serve(SERVICE, self._loss)
         self._line = Ranks(node, tuple(ranks), self._loss)
-        self._algorithm = algorithm_of(topology, self._line, machines_of(topology, machines or self.ranks))
+        self._algorithm = algorithm(self._line)
         self._last: Operation[Any] | None = None
 
     # ---- what members call

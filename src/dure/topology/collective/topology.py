@@ -10,7 +10,7 @@ from dure.errors import StrategyError, UsageError
 from dure.topology.base import RunPlan, Topology
 from dure.topology.collective.algorithms import hosts_of
 from dure.topology.collective.compressed import CompressedGroup
-from dure.topology.collective.message_group import SentGroup, machines_of
+from dure.topology.collective.message_group import SentGroup, algorithm_of, machines_of
 
 if TYPE_CHECKING:
     from dure.core.meter import Meter
@@ -177,9 +177,8 @@ class CollectiveTopology(Topology):
 
     def group(self, node: Node, meter: Meter) -> Group:
         plan, ranks = self.plan, range(self.plan.workers)
-        group: Group = (
-            node.group(ranks) if self.uses_engine else SentGroup(node, ranks, self.choice, meter, plan.machines)
-        )
+        algorithm = algorithm_of(self.choice, plan.machines)
+        group: Group = node.group(ranks) if self.uses_engine else SentGroup(node, ranks, algorithm, meter)
         if plan.codec is None:
             return group
         return CompressedGroup(node, group, plan.codec, plan.replica.layers, meter)
