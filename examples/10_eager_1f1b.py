@@ -30,9 +30,9 @@ class Eager(dure.MicroBatched):
 
 
 if __name__ == "__main__":
-    print(f"{'pipeline':38}{'accuracy':>9}{'seconds':>9}")
+    print(f"{'pipeline':40}{'accuracy':>9}{'seconds':>9}")
     for partition in ("gpipe", "1f1b", f"{__file__}:Eager"):
         asked = f"{partition}:stages=2,micro=8"
         run = dure.train("digits-mlp", partition=asked, on="virtual", workers=2, steps=150, lr=0.4)
         figures = run.summary()
-        print(f"{asked.rpartition('/')[2]:38}{figures['accuracy']:9.3f}{figures['seconds']:9.2f}")
+        print(f"{asked.rpartition('/')[2]:40}{figures['accuracy']:9.3f}{figures['seconds']:9.2f}")

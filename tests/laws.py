@@ -49,7 +49,8 @@ class Law:
 
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-POST_LOCAL, FLOAT8 = EXAMPLES / "03_post_local.py", EXAMPLES / "08_float8.py"
+POST_LOCAL, FLOAT8, STAR = (EXAMPLES / f"{name}.py" for name in ("03_post_local", "08_float8", "09_star"))
+LEFT = Path(__file__).parent / "support" / "left_neighbors.py"
 
 LAWS = [
     Law("bsp collective", survives=False, stands_for="synchronous, over a collective"),
@@ -107,6 +108,9 @@ LAWS = [
     Law("asysvrg", options={"lr": 0.05}),
     Law("asysvrg:lock=readwrite", options={"lr": 0.05}),
     Law(f"{POST_LOCAL}:PostLocal:switch=10,period=4 collective", survives=False),
+    Law(f"bsp {STAR}:Star:hub=1", survives=False),
+    Law(f"averaging:period=3 {STAR}:Star", survives=False),
+    Law(f"{LEFT}:DPSGD {LEFT}:LeftNeighbors", survives=False, tensors=True),
     Law("lbfgs:batch=128,push_every=2 ps:shards=2", tensors=True, stands_for="batch methods"),
     Law("bsp collective 1bit", survives=False, tensors=True),
     Law(f"bsp collective {FLOAT8}:Float8", survives=False, tensors=True),

@@ -24,6 +24,7 @@ from dure.run.config import TrainConfig
 from dure.runtime.launch.interruption import Interrupted, Interruption
 from dure_studies import namespaces
 
+EAGER = Path(__file__).parents[2] / "examples" / "10_eager_1f1b.py"
 PARTITIONS = [
     "gpipe:stages=2,micro=3",  # of 10 samples: 4, 3 and 3
     "gpipe:stages=2,micro=3,remat=true",
@@ -32,6 +33,7 @@ PARTITIONS = [
     "pipedream:stages=2,remat=true",
     "ddg:stages=2",
     "features-replay:stages=3",
+    f"{EAGER}:Eager:stages=2,micro=3",
 ]
 ASYNCHRONOUS = [
     "multi-version:stages=2",

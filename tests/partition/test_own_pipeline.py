@@ -1,5 +1,7 @@
 """A user's own pipeline, in a file: it runs, and a wrong order is refused before anything starts."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from support.chains import CUTS, chain, play
@@ -8,6 +10,7 @@ from support.wording import raising
 
 from dure.errors import DeadlockError, StrategyError
 
+EAGER = Path(__file__).parents[2] / "examples" / "10_eager_1f1b.py"
 OWN = """
 from dataclasses import dataclass
 from dure.partition.orders import Action
@@ -57,6 +60,27 @@ class Foreign(OneByOne):
 
     def order(self, rank, batches):
         return (Action("X", each.batch) if each.kind == "F" else each for each in super().order(rank, batches))
+
+
+@dataclass(frozen=True)
+class Worded(OneByOne):
+    '''It has texts in place of actions.'''
+
+    def order(self, rank, batches):
+        return (str(each) for each in super().order(rank, batches))
+
+
+@dataclass(frozen=True)
+class Counted(OneByOne):
+    '''It has a number in place of actions.'''
+
+    def order(self, rank, batches):
+        return len(batches)
+
+
+@dataclass(frozen=True)
+class Orderless(Pipeline):
+    '''It has no order.'''
 """
 
 
@@ -70,6 +94,24 @@ def own(tmp_path):
 def test_a_pipeline_in_a_file_runs(own):
     run = virtual(chain(), "bsp", None, steps=9, dtype="float64", **own("OneByOne"))
     assert torch.allclose(run.params, play("gpipe:micro=1", 2).params, rtol=0, atol=1e-14)
+
+
+def test_a_pipeline_of_an_example_is_1f1b_to_the_last_bit():
+    options = {"workers": 2, "steps": 9, "dtype": "float64"}
+    eager = virtual(chain(), f"bsp {EAGER}:Eager:stages=2,micro=3,{CUTS[2]}", None, **options)
+    assert torch.equal(eager.params, virtual(chain(), f"bsp 1f1b:stages=2,micro=3,{CUTS[2]}", None, **options).params)
+
+
+def test_an_order_that_yields_no_actions_is_refused(own):
+    with pytest.raises(StrategyError, match=r"Worded\.order must yield dure.Action, got 'F0'"):
+        resolved(chain(), "bsp", on="virtual", **own("Worded"))
+    with pytest.raises(StrategyError, match=r"Counted\.order must yield dure.Action, got "):
+        resolved(chain(), "bsp", on="virtual", **own("Counted"))
+
+
+def test_a_pipeline_without_an_order_is_refused(own):
+    with pytest.raises(StrategyError, match=r"own\.py:Orderless has no `order`: define it"):
+        resolved(chain(), "bsp", on="virtual", **own("Orderless"))
 
 
 def test_a_deadlock_is_refused_before_the_run_and_names_its_actions(own):

@@ -17,6 +17,7 @@ from dure.run.strategy import AXES, REMEDY, WRAPPER, Strategy, by_axis, catalogu
 from dure.sync.averaging import Averaging
 from dure.sync.bsp import BSP
 from dure.sync.ssp import SSP
+from dure.topology.base import topology_of
 from dure.topology.collective.choice import Collective
 from dure.topology.offers import offers_of
 from dure.topology.parameter_server.choice import ParameterServer
@@ -242,16 +243,23 @@ def test_a_method_from_elsewhere_goes_by_its_class():
 
 @dataclass(frozen=True)
 class Alike:
-    """A topology that no catalogue has, with the offers of one that the catalogue has."""
+    """A topology that no catalogue has."""
 
-    offers: frozenset[str]
-    deployed_as: ClassVar[str] = "elsewhere:Alike"
+    offers: frozenset[str] = frozenset()
+    deployed_as: type[dure.Topology] = dure.Topology
+
+
+class Connecting(dure.Topology):
+    """Connects workers in a way of its own."""
+
+    def connect(self, worker, group): ...
 
 
 @pytest.mark.parametrize("name", catalogue("topology"))
 @pytest.mark.parametrize("sync", catalogue("sync"))
 def test_a_new_topology_runs_with_the_methods_whose_needs_it_offers(sync, name):
-    topology = Alike(offers_of(load(catalogue("topology")[name])))
+    found = load(catalogue("topology")[name])
+    topology = Alike(offers_of(found), topology_of(found))
     if name in combines(load(catalogue("sync")[sync])):
         assert Strategy.of(sync, topology).topology is topology
     else:
@@ -261,7 +269,7 @@ def test_a_new_topology_runs_with_the_methods_whose_needs_it_offers(sync, name):
 
 def test_a_topology_that_offers_too_little_is_refused_with_what_it_offers():
     with pytest.raises(StrategyError) as caught:
-        Strategy.of("bsp", Alike(frozenset({"tokens", "peers"})))
+        Strategy.of("bsp", Alike(frozenset({"tokens", "peers"}), Connecting))
     assert "bsp does not run over Alike: it needs mean gradient or servers, and that offers peers, tokens." in str(
         caught.value
     )
@@ -279,7 +287,7 @@ def test_a_method_whose_needs_no_topology_of_the_catalogue_offers_asks_for_one()
         with pytest.raises(StrategyError) as caught:
             Strategy.of(Passes(), topology)
         assert words in str(caught.value)
-    assert str(Strategy.of(Passes(), Alike(frozenset({"server"})))).startswith("Passes Alike")
+    assert str(Strategy.of(Passes(), Alike(frozenset({"server"}), Connecting))).startswith("Passes Alike")
 
 
 def test_a_method_says_its_properties_in_fifteen_fields():
@@ -346,7 +354,7 @@ def test_a_method_of_a_file_goes_by_its_file_and_class(tmp_path):
     for text, words in (
         (f"{file}:Mine:perod=3", 'no parameter "perod"; its parameters are period=8. Did you mean "period"'),
         (f"{file}:Theirs", "has no class 'Theirs'"),
-        (f"{file}:Half", "this lacks traits, work"),
+        (f"{file}:Half", "This lacks traits, work"),
         (f"{tmp_path}/none.py:Mine", "there is no file"),
         (f"{file}:Mine ps", "Mine does not run over ps: it runs over collective"),
         (f"{file}:Mine {file}:Mine", "chooses sync twice"),

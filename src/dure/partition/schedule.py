@@ -15,7 +15,7 @@ the action before it, so the result does not depend on the order in which the sc
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
@@ -58,7 +58,7 @@ class Orders:
     @classmethod
     def of(cls, pipeline: Pipeline, batches: range) -> Orders:
         """The orders of a pipeline method."""
-        workers = [list(pipeline.order(rank, batches)) for rank in range(pipeline.stages)]
+        workers = [_actions(pipeline, rank, batches) for rank in range(pipeline.stages)]
         return cls(workers, batches, pipeline.stage_of, pipeline.micro_batches, pipeline.chunks)
 
     @cached_property
@@ -87,6 +87,16 @@ class Orders:
                 yield "B", batch, micro, stage + 1
         elif action.kind == "W":
             yield "B", batch, micro, stage
+
+
+def _actions(pipeline: Pipeline, rank: int, batches: range) -> list[Action]:
+    """The actions of one worker. Raises `StrategyError` if the order of a user's pipeline has anything else."""
+    found: object = pipeline.order(rank, batches)
+    actions: list[Action] = list(found) if isinstance(found, Iterable) else [found]  # type: ignore[list-item]
+    for each in actions:
+        if not isinstance(each, Action):
+            raise StrategyError(f"{type(pipeline).__name__}.order must yield dure.Action, got {each!r}.")
+    return actions
 
 
 class Timed(NamedTuple):

@@ -15,7 +15,7 @@ Defaults: BSP; the topology that the method prefers; single precision; no partit
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from importlib import import_module
 from types import UnionType
@@ -62,11 +62,23 @@ UNSTAGED = "it decides on each gradient, or uses more than the next one, and a s
 
 OWN_TOPOLOGY = 'Name a topology of your own that offers it: topology="FILE.py:CLASS".'
 
-BASES: Mapping[str, type | UnionType] = {"partition": Pipeline | SharedLayers, "codec": Codec}
+BASES: Mapping[str, type | UnionType] = {"partition": Pipeline | SharedLayers | Mesh | Whole, "codec": Codec}
 """The base classes of members of an axis; methods and topologies have none."""
 
-DEFINES: Mapping[str, tuple[str, ...]] = {"sync": ("traits", "work"), "topology": ("offers", "deployed_as")}
+MARKS: Mapping[str, tuple[str, ...]] = {"sync": ("traits", "work"), "topology": ("offers", "deployed_as")}
 """The attributes of members without a base class."""
+
+OVERRIDDEN: Sequence[tuple[type, str]] = ((Codec, "coder"), (Pipeline, "order"), (SharedLayers, "plan"))
+"""The functions that a member must define."""
+
+MEMBERS: Mapping[str, str] = {
+    "sync": "A method is a dataclass with `traits` (dure.Traits) and `work`.",
+    "topology": "A topology is a dataclass with `offers` and `deployed_as` (a subclass of dure.Topology).",
+    "codec": "A codec is a dataclass, a subclass of dure.Codec.",
+    "partition": (
+        "A pipeline is a dataclass, a subclass of dure.MicroBatched, a split of layers a subclass of dure.SharedLayers."
+    ),
+}
 
 DEFAULTS: Mapping[str, str] = {"sync": "bsp", "codec": "fp32", "partition": "none"}
 
@@ -271,22 +283,41 @@ def find(name: str, axis: str | None = None) -> tuple[str, str]:
     raise StrategyError(f'nothing is called "{name}": {known}.{near}')
 
 
+def axis_of(kind: type) -> str | None:
+    """The axis of a member's class, by its base class or its attributes; None if it is no member."""
+    by_base = next((axis for axis, base in BASES.items() if issubclass(kind, base)), None)
+    return by_base or next((axis for axis, own in MARKS.items() if any(hasattr(kind, mark) for mark in own)), None)
+
+
+def checked(axis: str, choice: Any) -> Any:
+    """An object of an axis. Raises `StrategyError` for a class, an object of another axis, and what is no member."""
+    if choice is None or isinstance(choice, str):
+        return choice
+    if isinstance(choice, type) and axis_of(choice) == axis:
+        raise StrategyError(f"{axis}={choice.__name__} is a class: write {axis}={choice.__name__}(...), an object.")
+    kind = type(parts(choice)[0])
+    found, name = axis_of(kind), kind.__name__
+    if found is None or not is_dataclass(kind):
+        raise StrategyError(f"{axis}={choice!r} is no {axis}. {MEMBERS[axis]}")
+    if found != axis:
+        raise StrategyError(f"{axis}={name}(...) is a {found}, not a {axis}: write {found}={name}(...).")
+    return choice
+
+
 def _own_member(name: str, file: str, member: str) -> tuple[str, str]:
     try:
         kind = user_code.kind(file, member)
     except UsageError as error:
         raise StrategyError(f"{name}: {error}") from error
-    axis = next((axis for axis, base in BASES.items() if issubclass(kind, base)), None)
-    if axis is None:
-        axis = "topology" if any(hasattr(kind, part) for part in DEFINES["topology"]) else "sync"
-    lacks = [part for part in DEFINES.get(axis, ()) if not hasattr(kind, part)]
+    axis = axis_of(kind) or "sync"
+    lacks = [part for part in MARKS.get(axis, ()) if not hasattr(kind, part)]
     if lacks:
         raise StrategyError(
-            f"{name} is no member of a strategy. A codec is a subclass of dure.Codec, a pipeline one of "
-            "dure.MicroBatched, a split of layers one of dure.SharedLayers. A method is a dataclass with `traits` "
-            "(dure.Traits) and `work`, a topology one with `offers` and `deployed_as` (a subclass of dure.Topology); "
-            f"this lacks {names(lacks)}."
+            f"{name} is no member of a strategy. {' '.join(MEMBERS.values())} This lacks {names(lacks)}."
         )
+    lacks = [part for base, part in OVERRIDDEN if issubclass(kind, base) and getattr(kind, part) is getattr(base, part)]
+    if lacks and not issubclass(kind, Programmed):
+        raise StrategyError(f"{name} has no `{lacks[0]}`: define it, as in docs/add-a-member.md.")
     if not is_dataclass(kind):
         raise StrategyError(f"{name} is no dataclass: write @dataclass(frozen=True) above the class.")
     return axis, place_of(kind)
@@ -466,4 +497,4 @@ def _resolve(axis: str, choice: Any) -> Any:
     if isinstance(choice, str) and len(choice.split()) > 1:
         each = ", ".join(f'{one}="{member}"' for one, member in by_axis(choice).items())
         raise StrategyError(f'{axis}="{choice}" is more than a {axis}: write {each}.')
-    return make(choice, axis) if isinstance(choice, str) else choice
+    return make(choice, axis) if isinstance(choice, str) else checked(axis, choice)

@@ -33,7 +33,7 @@ from dure.run.resolve import ENDLESS, resolve
 from dure.run.resume import CLUSTER, cluster_of, fingerprints, resumed
 from dure.run.setup import Setup
 from dure.run.split_again import is_split_otherwise, split_again
-from dure.run.strategy import AXES, check_named, member_text
+from dure.run.strategy import AXES, check_named, checked, member_text
 from dure.run.virtual import VirtualRun
 from dure.runtime.launch.interruption import Interruption
 from dure.runtime.memory import check_memory, usable_memory
@@ -51,7 +51,7 @@ def train(job: str | Job, *, sync: Any = None, on: str | Cluster = "", **options
     """Train `job` under a strategy; return its record. Arguments and errors are those of `dure.train`."""
     options |= {"sync": sync, "on": on if isinstance(on, str) else "virtual"}
     objects = {axis: options[axis] for axis in AXES if not isinstance(options.get(axis), str | None)}
-    options |= {axis: member_text(axis, choice) for axis, choice in objects.items()}
+    options |= {axis: member_text(axis, checked(axis, choice)) for axis, choice in objects.items()}
     config = TrainConfig.of({**options, "job": job if isinstance(job, str) else job.name})
     if is_real(config.on):
         check_named(objects)

@@ -63,8 +63,8 @@ class Traits:
     - `delivers`: the result. `"server"`: the parameters of the servers; `"replica"`: the parameters of one worker (all
       are equal); `"mean"`: the mean of the replicas; any other name: the vector that each worker keeps under it
       (`Worker.keep`; all are equal). Over servers the result is always that of the servers.
-    - `agreed`: the name under which a worker keeps the common model, if its own parameters differ from it. None: parts
-      of the model are sent at different times, so no common model exists at any step.
+    - `agreed`: the name under which a worker keeps the common model, if its own parameters differ from it. None: no
+      common model exists at any step, as where parts of the model are sent at different times.
     - `alone`: each worker ends at its own time, over collectives too.
     - `staged`: the method takes one gradient after another and decides on none, so it may run over each stage of a
       pipeline, unless `reasons.stages` says why not under these parameters.

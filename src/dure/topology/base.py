@@ -151,8 +151,14 @@ def topology_of(choice: Choice) -> type[Topology]:
 
 
 def deployed(choice: Choice, plan: RunPlan) -> Topology:
-    """The topology that a strategy names, in one run."""
-    return topology_of(choice)(choice, plan)
+    """The topology that a strategy names, in one run. Raises `StrategyError` if it is clocked and has no server."""
+    topology = topology_of(choice)(choice, plan)
+    if topology.clocked and topology.servers < 1:
+        raise StrategyError(
+            f"{type(topology).__name__} is `clocked`, and server 0 hosts the clock: `servers` must be at least 1, got "
+            f"{topology.servers}."
+        )
+    return topology
 
 
 class Session:
@@ -351,7 +357,8 @@ def check_sessions(choice: Choice, sessions: Any) -> None:
         given = sessions.own.get(offer) if offer not in OFFERS else getattr(sessions, SLOTS.get(offer, "own"))
         if given is None:
             where = f"worker.sessions.{SLOTS[offer]}" if offer in SLOTS else f'worker.sessions.own["{offer}"]'
+            way = "return one from `group`" if offer == "group" else f"set {where} in `connect`"
             raise UsageError(
                 f"{type(choice).__name__} offers {offer}, and a worker that it has connected has none. Its class in a "
-                f"run must set {where} in `connect`."
+                f"run must {way}."
             )
