@@ -39,7 +39,7 @@ def test_a_session_of_ones_own_averages_in_both_runtimes(fork_server):
 
 
 def test_a_session_of_ones_own_is_in_checkpoints(tmp_path):
-    check_every_stop("digits-mlp", tmp_path, Cluster.uniform(3), strategy=LEFT, steps=6)
+    check_every_stop("digits-mlp", tmp_path, Cluster.uniform(3), strategy=LEFT, steps=18)
 
 
 def test_the_hub_of_a_star_must_exist():

@@ -3,7 +3,7 @@
 | topology                     | the model                   | updates in it               | updates applied           |
 |------------------------------|-----------------------------|-----------------------------|---------------------------|
 | servers with a clock         | the servers', pulled        | the servers' version        | counted by the servers    |
-| operations need every worker | that of the first worker    | the sum of workers' reports | steps made, less refusals |
+| workers average in a group   | that of the first worker    | the sum of workers' reports | steps made, less refusals |
 | any other                    | the mean of workers' models | the sum of workers' reports | steps made, less refusals |
 """
 
@@ -20,6 +20,7 @@ from dure.core.node import Address
 from dure.errors import RemoteError
 from dure.report.metrics import VersionCounts
 from dure.run.gathering import merged_buffers
+from dure.topology.offers import offers_of
 
 if TYPE_CHECKING:
     from dure.core.node import Node, Operation, Reply, Task
@@ -81,7 +82,8 @@ def model_of_workers(setup: Setup, delivered: Mapping[str, Delivered]) -> torch.
     models = [delivered[name].values for name in by_rank(delivered)]
     if setup.stages is not None:
         return setup.stages.delivered(models)
-    return models[0] if setup.topology.needs_everybody else torch.stack(models).mean(dim=0)
+    alike = setup.traits.delivers != "mean" or "mean gradient" in offers_of(setup.strategy.topology)
+    return models[0] if alike else torch.stack(models).mean(dim=0)
 
 
 async def model_at_servers(setup: Setup, node: Node) -> tuple[torch.Tensor, int]:
@@ -175,7 +177,7 @@ class Snapshots:
         setup, self._clock = self.setup, worker.clock
         if worker.sessions.rows is not None:
             self._buffers = _copied(worker.buffers)
-        elif not setup.synchronous:
+        elif not setup.synchronous and not worker.sessions.own:
             self._take_of_others(worker)
         elif setup.has_common_model(worker):
             self._take(worker)
