@@ -78,7 +78,11 @@ from dure.sync.remedies import MomentumCompensation as MomentumCompensation
 from dure.sync.remedies import StalenessLR as StalenessLR
 from dure.sync.ssp import SSP as SSP
 from dure.sync.worker import Worker as Worker
+from dure.topology.base import RunPlan as RunPlan
+from dure.topology.base import Session as Session
+from dure.topology.base import Topology as Topology
 from dure.topology.collective.choice import Collective as Collective
+from dure.topology.collective.message_group import SentGroup as SentGroup
 from dure.topology.gossip.choice import Gossip as Gossip
 from dure.topology.hybrid.choice import Hybrid as Hybrid
 from dure.topology.parameter_server.choice import ParameterServer as ParameterServer
