@@ -99,7 +99,8 @@ def _text(hint: Any, default: Any) -> Any:
         help_behavior_hint=None if default is MISSING else hint_of_default,
     )
     annotated: Any = Annotated
-    text = annotated[(text if OptionUse.REPEATED in uses or default is MISSING else text | None, *uses, about)]
+    optional: Any = Union  # of this form, and None first: tyro would import typeguard for str | None
+    text = annotated[(text if OptionUse.REPEATED in uses or default is MISSING else optional[None, text], *uses, about)]
     if OptionUse.POSITIONAL in uses:
         text = conf.Positional[text]
     return conf.UseAppendAction[text] if OptionUse.REPEATED in uses else text
