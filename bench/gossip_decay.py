@@ -29,9 +29,8 @@ from dure.core.mixing import mixing, pairwise_mixing
 from dure.job.data.dataset import Data
 from dure.job.job import Job
 from dure.job.optimizer import OptimizerSpec
-from dure.run.callbacks import Callbacks
 from dure.run.config import TrainConfig
-from dure.run.prebuilt import Prebuilt
+from dure.run.prebuilt import Callbacks, Prebuilt
 from dure.run.resolve import resolve
 from dure.run.strategy import Strategy
 from dure.run.virtual import VirtualRun, VirtualSegment

@@ -35,9 +35,8 @@ import numpy as np
 from _script import need, parse, print_ratios, ratio_of, told
 
 from dure.core.node import Operation
-from dure.run.callbacks import Callbacks
 from dure.run.config import TrainConfig
-from dure.run.prebuilt import Prebuilt
+from dure.run.prebuilt import Callbacks, Prebuilt
 from dure.run.resolve import resolve
 from dure.run.virtual import VirtualRun
 from dure.runtime.virtual.cluster import Cluster

@@ -32,9 +32,8 @@ from dure.job.gradient_engine import GradientEngine
 from dure.job.job import Job
 from dure.job.models.mlp import mlp_maker, top1
 from dure.job.optimizer import FlatOptimizer, OptimizerSpec
-from dure.run.callbacks import Callbacks
 from dure.run.config import TrainConfig
-from dure.run.prebuilt import Prebuilt
+from dure.run.prebuilt import Callbacks, Prebuilt
 from dure.run.resolve import resolve
 from dure.run.virtual import VirtualRun
 from dure.runtime.virtual.cluster import Cluster

@@ -46,9 +46,8 @@ def peak_kilobytes() -> int:
 
 def simulate(strategy: str, workers: int, steps: int) -> tuple[float, float]:
     """Wall and CPU seconds of the simulation proper of one run."""
-    from dure.run.callbacks import Callbacks
     from dure.run.config import TrainConfig
-    from dure.run.prebuilt import Prebuilt
+    from dure.run.prebuilt import Callbacks, Prebuilt
     from dure.run.resolve import resolve
     from dure.run.virtual import VirtualRun, VirtualSegment, collecting_rarely
     from dure.runtime.virtual.cluster import Cluster

@@ -11,8 +11,8 @@ from dure.codec.floats import BFloat16 as BFloat16
 from dure.codec.floats import Float16 as Float16
 from dure.codec.floats import Int8 as Int8
 from dure.codec.fp32 import Float32 as Float32
-from dure.codec.it_sign import ITSign as ITSign
 from dure.codec.one_bit import OneBit as OneBit
+from dure.codec.sign import ITSign as ITSign
 from dure.codec.sign import Sign as Sign
 from dure.codec.strom import Strom as Strom
 from dure.codec.ternary import Ternary as Ternary

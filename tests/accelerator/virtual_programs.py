@@ -34,11 +34,10 @@ from dure.job.gradient_engine import GradientEngine
 from dure.job.job import Job
 from dure.job.models.mlp import top1
 from dure.job.optimizer import OptimizerSpec
-from dure.run.callbacks import Callbacks
 from dure.run.checkpoint import Parts
 from dure.run.config import TrainConfig
 from dure.run.outcome import Outcome
-from dure.run.prebuilt import Prebuilt
+from dure.run.prebuilt import Callbacks, Prebuilt
 from dure.run.resolve import resolve
 from dure.run.virtual import VirtualRun
 from dure.runtime.virtual.cluster import Cluster, Event, Machines

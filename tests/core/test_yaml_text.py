@@ -4,7 +4,7 @@ import pytest
 import yaml
 from support.wording import raising
 
-from dure.core.yaml_text import read_yaml, read_yaml_file
+from dure.core.validated import read_yaml, read_yaml_file
 
 
 @pytest.mark.parametrize(

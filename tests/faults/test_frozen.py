@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 from support.runs import resolved
 
-from dure.run.callbacks import Callbacks
+from dure.run.prebuilt import Callbacks
 from dure.run.virtual import VirtualRun, VirtualSegment
 from dure.runtime.virtual.cluster import Cluster, Event
 from dure.runtime.virtual.compute import Constant, ShiftedExponential

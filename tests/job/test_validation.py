@@ -17,10 +17,9 @@ from dure.errors import UsageError
 from dure.job.data.dataset import Data, Samples
 from dure.job.job import Job
 from dure.job.validation import try_to_count, validate_job
-from dure.run.callbacks import Callbacks
 from dure.run.config import TrainConfig
 from dure.run.outcome import summary
-from dure.run.prebuilt import Prebuilt
+from dure.run.prebuilt import Callbacks, Prebuilt
 from dure.run.resolve import resolve
 from dure.run.virtual import VirtualRun
 

@@ -22,8 +22,8 @@ from dure.errors import StrategyError, UsageError
 from dure.job.job import load_job
 from dure.partition.pipeline import Pipeline
 from dure.partition.stage import Stage
-from dure.run.callbacks import Callbacks
 from dure.run.config import TrainConfig
+from dure.run.prebuilt import Callbacks
 from dure.run.strategy import Strategy, make
 from dure.run.virtual import VirtualRun, VirtualSegment
 from dure.runtime.virtual.cluster import Cluster, Event, Machines

@@ -13,7 +13,7 @@ from support.runs import Finished, local, resolved, virtual
 from support.telling_jobs import gradients_by_worker, square, tally
 
 from dure.job.evaluation import Evaluator
-from dure.run.callbacks import Callbacks
+from dure.run.prebuilt import Callbacks
 from dure.run.virtual import VirtualRun
 from dure.runtime.launch.fork_server import ForkServer
 from dure.runtime.virtual.cluster import Cluster, Event, Link, Machines

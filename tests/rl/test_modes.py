@@ -17,8 +17,8 @@ from dure.job.job import Job
 from dure.job.replica import Replica
 from dure.rl.jobs import apex, dqn, gorila
 from dure.rl.source import TARGET, TARGET_BUFFERS
-from dure.run.callbacks import Callbacks
 from dure.run.checkpoint import Parts
+from dure.run.prebuilt import Callbacks
 from dure.run.virtual import VirtualRun
 
 JOBS = Path(rl_jobs.__file__)

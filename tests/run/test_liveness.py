@@ -16,8 +16,8 @@ from support.real_runs import JOBS, Trial, configured, is_running
 from support.wording import raising
 
 from dure.errors import DureError, UsageError
-from dure.run.callbacks import Callbacks
 from dure.run.config import TrainConfig
+from dure.run.prebuilt import Callbacks
 from dure.run.process import FaultSettings
 from dure.runtime.launch.fork_server import ForkServer
 

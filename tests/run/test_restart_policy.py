@@ -17,8 +17,8 @@ from support.wording import raising
 from dure.core.state import State
 from dure.errors import DureError
 from dure.run import checkpoint, failures
-from dure.run.callbacks import Callbacks
 from dure.run.config import TrainConfig
+from dure.run.prebuilt import Callbacks
 
 
 @pytest.fixture(autouse=True)

@@ -25,8 +25,8 @@ from dure.job.job import Job, load_job
 from dure.job.optimizer import OptimizerSpec
 from dure.job.overlap import LEAST_NBYTES
 from dure.planner.probe.short_runs import synthetic_job
-from dure.run.callbacks import Callbacks
 from dure.run.config import TrainConfig
+from dure.run.prebuilt import Callbacks
 from dure.run.resolve import resolve
 from dure.run.virtual import VirtualRun, VirtualSegment
 from dure.runtime.virtual.cluster import Cluster, Event, Link, Machines, ServerMachines

@@ -18,7 +18,7 @@ from dure.job.data.dataset import Data
 from dure.job.job import Job
 from dure.job.optimizer import OptimizerSpec
 from dure.partition.stage import Stage
-from dure.run.callbacks import Callbacks
+from dure.run.prebuilt import Callbacks
 from dure.run.virtual import VirtualRun
 from dure.runtime.virtual.cluster import Cluster, Link
 from dure.runtime.virtual.compute import Constant

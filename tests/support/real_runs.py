@@ -16,12 +16,12 @@ import torch
 from support import faulty_jobs
 
 from dure.job.optimizer import FlatOptimizer
-from dure.run.callbacks import Callbacks
 from dure.run.config import TrainConfig
 from dure.run.driver import Driver
 from dure.run.failures import RestartPolicy
 from dure.run.launchers.local import keep_running
 from dure.run.outcome import Outcome
+from dure.run.prebuilt import Callbacks
 from dure.run.process import FaultSettings
 from dure.run.resolve import resolve
 from dure.run.setup import Setup

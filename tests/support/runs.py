@@ -15,12 +15,11 @@ from dure.job.data.dataset import Data
 from dure.job.job import Job
 from dure.job.optimizer import OptimizerSpec
 from dure.report.run import Run
-from dure.run.callbacks import Callbacks
 from dure.run.checkpoint import Parts
 from dure.run.config import TrainConfig
 from dure.run.launchers.local import run_processes
 from dure.run.outcome import Outcome, summary
-from dure.run.prebuilt import Prebuilt
+from dure.run.prebuilt import Callbacks, Prebuilt
 from dure.run.resolve import resolve
 from dure.run.resume import resumed as resumed_config
 from dure.run.setup import Setup

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from support.runs import bowls, resolved
 
-from dure.run.callbacks import Callbacks
+from dure.run.prebuilt import Callbacks
 from dure.run.strategy import Strategy
 from dure.run.virtual import VirtualRun, VirtualSegment
 from dure.runtime.virtual.cluster import Cluster

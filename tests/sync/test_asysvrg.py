@@ -23,7 +23,7 @@ from dure.job.data.dataset import Data
 from dure.job.job import Job, load_job
 from dure.job.models.quadratic import Point
 from dure.job.optimizer import OptimizerSpec
-from dure.run.callbacks import Callbacks
+from dure.run.prebuilt import Callbacks
 from dure.run.virtual import VirtualRun, VirtualSegment
 from dure.runtime.virtual.cluster import Cluster, Event, Machines
 from dure.runtime.virtual.compute import Constant

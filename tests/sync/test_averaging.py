@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from dure.errors import StrategyError, UsageError
 from dure.job.data.stream import Stream
 from dure.job.job import Job
-from dure.run.callbacks import Callbacks
+from dure.run.prebuilt import Callbacks
 from dure.run.strategy import Strategy
 from dure.run.virtual import VirtualRun, VirtualSegment
 from dure.runtime.virtual.cluster import Cluster, Event, Link, Machines

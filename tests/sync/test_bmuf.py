@@ -16,7 +16,7 @@ from torch import Tensor
 from dure.errors import StrategyError
 from dure.job.job import Job, load_job
 from dure.job.optimizer import OptimizerSpec
-from dure.run.callbacks import Callbacks
+from dure.run.prebuilt import Callbacks
 from dure.run.strategy import Strategy
 from dure.run.virtual import VirtualRun, VirtualSegment
 from dure.runtime.virtual.cluster import Cluster, Event, Link, Machines

@@ -25,8 +25,8 @@ from dure.job.job import Job, load_job
 from dure.job.models.quadratic import Point, half_square, quadratic
 from dure.job.optimizer import OptimizerSpec
 from dure.job.replica import Replica
-from dure.run.callbacks import Callbacks
 from dure.run.config import TrainConfig
+from dure.run.prebuilt import Callbacks
 from dure.run.process import FaultSettings
 from dure.run.virtual import VirtualRun, VirtualSegment
 from dure.runtime.virtual.cluster import Cluster, Event, Machines

@@ -15,8 +15,8 @@ import dure
 from dure.core.node import Call
 from dure.errors import StrategyError
 from dure.job.job import load_job
-from dure.run.callbacks import Callbacks
 from dure.run.config import TrainConfig
+from dure.run.prebuilt import Callbacks
 from dure.run.virtual import VirtualRun
 from dure.runtime.virtual.cluster import Cluster, Link, Machines
 from dure.runtime.virtual.compute import Constant

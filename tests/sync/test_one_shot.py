@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.runs import Finished, bowls, resolved, virtual
 
-from dure.run.callbacks import Callbacks
+from dure.run.prebuilt import Callbacks
 from dure.run.virtual import VirtualRun, VirtualSegment
 from dure.runtime.virtual.cluster import Cluster, Event, Link, Machines
 from dure.runtime.virtual.compute import Constant

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.runs import resolved
 
-from dure.run.callbacks import Callbacks
+from dure.run.prebuilt import Callbacks
 from dure.run.virtual import VirtualRun, VirtualSegment
 from dure.runtime.virtual.cluster import Cluster, Machines
 from dure.runtime.virtual.compute import Constant

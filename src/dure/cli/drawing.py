@@ -25,9 +25,8 @@ from dure.partition.schedule import Orders, Read, Timed, WeightsRead, schedule, 
 from dure.report.files import replacing
 from dure.report.gantt import Bar, BarKind, BarRow, Gantt, svg, text
 from dure.report.trace import ACTIONS
-from dure.run.callbacks import Callbacks
 from dure.run.config import TrainConfig
-from dure.run.prebuilt import Prebuilt
+from dure.run.prebuilt import Callbacks, Prebuilt
 from dure.run.resolve import resolve
 from dure.run.strategy import Strategy, by_axis, make
 from dure.run.virtual import VirtualRun

@@ -129,7 +129,7 @@ def _layers(kind: type[Options], path: str | None, environ: Mapping[str, str]) -
 
 
 def _read(path: Path, kind: type[Options]) -> dict[str, Any]:
-    from dure.core.yaml_text import read_yaml_file
+    from dure.core.validated import read_yaml_file
 
     try:
         values = read_yaml_file(path)

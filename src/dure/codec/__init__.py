@@ -26,7 +26,7 @@ CATALOGUE = {
     "top-k": "dure.codec.top_k:TopK",
     "sign": "dure.codec.sign:Sign",
     "ternary": "dure.codec.ternary:Ternary",
-    "it-sign": "dure.codec.it_sign:ITSign",
+    "it-sign": "dure.codec.sign:ITSign",
 }
 
 WRAPPERS = {

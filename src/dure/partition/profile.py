@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from dure.core.flop_counter import FlopCounter
 from dure.core.user_code import explain_user_errors
-from dure.core.yaml_text import read_yaml_file
+from dure.core.validated import read_yaml_file
 from dure.errors import UsageError
 from dure.partition.blocks import block_name, call_of, first_samples
 from dure.partition.borders import Call, with_kept

@@ -16,9 +16,8 @@ from dure.core.target import Target
 from dure.errors import DivergedError
 from dure.planner.timing import config_of
 from dure.report.progress import Progress
-from dure.run.callbacks import Callbacks, Row
 from dure.run.config import TrainConfig
-from dure.run.prebuilt import Prebuilt
+from dure.run.prebuilt import Callbacks, Prebuilt, Row
 from dure.run.resolve import resolve
 from dure.run.virtual import VirtualRun
 from dure.sync.base import server_rule_of

@@ -24,10 +24,9 @@ from dure.codec.fp32 import Float32
 from dure.core.deployment import SERVER, WORKER
 from dure.partition.memory import MemoryUse
 from dure.partition.mesh import parts_of, pipeline_of
-from dure.run.callbacks import Callbacks
 from dure.run.config import TrainConfig
 from dure.run.outcome import Outcome, Totals
-from dure.run.prebuilt import Prebuilt
+from dure.run.prebuilt import Callbacks, Prebuilt
 from dure.run.resolve import resolve
 from dure.run.strategy import Strategy
 from dure.run.virtual import VirtualRun

@@ -64,7 +64,7 @@ from dure.runtime.process.node import ProcessNode
 from dure.runtime.wire import Credentials, Identity
 
 if TYPE_CHECKING:
-    from dure.run.callbacks import Callbacks
+    from dure.run.prebuilt import Callbacks
     from dure.run.setup import Setup
 
 CLOSE_SECONDS = 2.0

@@ -20,8 +20,8 @@ from dure.run.gathering import Gathering
 
 if TYPE_CHECKING:
     from dure.job.companions import Grader
-    from dure.run.callbacks import Callbacks, Row
     from dure.run.outcome import Totals
+    from dure.run.prebuilt import Callbacks, Row
     from dure.run.roster import RunProgress
     from dure.run.setup import Setup
 

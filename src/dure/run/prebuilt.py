@@ -1,19 +1,23 @@
-"""Objects that the caller of a run has made already, in place of names in its configuration."""
+"""What the caller of a run gives it beside a configuration: objects that are made already, and receivers of reports."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dure.job.initial_model import InitialModel
 from dure.job.job import Job
 from dure.partition.profile import BlockTimes
+from dure.run.checkpoint import Parts
 from dure.run.strategy import Strategy
 from dure.runtime.launch.interruption import Interruption
 from dure.runtime.virtual.cluster import Cluster
 
 if TYPE_CHECKING:
     from dure.runtime.launch.fork_server import ForkServer
+    from dure.sync.worker_state import WorkerState
 
 
 @dataclass(frozen=True)
@@ -32,3 +36,24 @@ class Prebuilt:
     told: bool = False
     model: InitialModel | None = None
     times: BlockTimes | None = None
+
+
+Row = dict[str, Any]
+"""A row of the history."""
+
+
+@dataclass(slots=True)
+class Callbacks:
+    """Receivers of a run's rows, progress, checkpoints and notices; each does nothing if left out.
+
+    `stepped` receives a worker, the seconds at which its gradient was complete, and a function for the payload bytes
+    that workers have sent so far (virtual runs).
+    """
+
+    row: Callable[[Row], None] = lambda row: None
+    progress: Callable[[int, int, float, int], None] = lambda step, steps, loss, samples: None
+    evaluating: Callable[[], AbstractContextManager[None]] = nullcontext
+    checkpoint: Callable[[int, Parts], None] = lambda step, parts: None
+    rewind: Callable[[int], None] = lambda rows: None
+    notice: Callable[[str], None] = lambda text: None
+    stepped: Callable[[WorkerState, float, Callable[[], int]], None] = lambda worker, seconds, sent: None

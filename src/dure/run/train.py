@@ -23,16 +23,14 @@ from dure.report.run import Run
 from dure.report.trace import write_trace
 from dure.run import checkpoint
 from dure.run.break_even import break_even_summary
-from dure.run.callbacks import Callbacks
 from dure.run.config import TrainConfig
 from dure.run.devices import notice
 from dure.run.outcome import Outcome, check_applied, summary
 from dure.run.places import LAUNCHERS, is_real, is_started_outside
-from dure.run.prebuilt import Prebuilt
+from dure.run.prebuilt import Callbacks, Prebuilt
 from dure.run.resolve import ENDLESS, resolve
-from dure.run.resume import CLUSTER, cluster_of, fingerprints, resumed
+from dure.run.resume import CLUSTER, cluster_of, fingerprints, is_split_otherwise, resumed, split_again
 from dure.run.setup import Setup
-from dure.run.split_again import is_split_otherwise, split_again
 from dure.run.strategy import AXES, check_named, checked, member_text
 from dure.run.virtual import VirtualRun
 from dure.runtime.launch.interruption import Interruption

@@ -40,8 +40,8 @@ from dure.sync import lifecycle
 
 if TYPE_CHECKING:
     from dure.job.gradient import Gradient
-    from dure.run.callbacks import Callbacks, Row
     from dure.run.checkpoint import Parts
+    from dure.run.prebuilt import Callbacks, Row
     from dure.run.servers import HostedServer
     from dure.run.setup import Setup
     from dure.runtime.virtual.cluster import Cluster

@@ -14,9 +14,9 @@ from dure.run.history import History, RunCounts, Snapshot
 
 if TYPE_CHECKING:
     from dure.job.companions import Grader
-    from dure.run.callbacks import Callbacks, Row
     from dure.run.checkpoint import Parts
     from dure.run.outcome import Totals
+    from dure.run.prebuilt import Callbacks, Row
     from dure.run.servers import HostedServer
     from dure.run.setup import Setup
     from dure.run.virtual_membership import Attendance

@@ -195,10 +195,9 @@ def _sizes(model: str, tokens: int) -> tuple[float, int]:
 def virtual(model: str, parallelism: str, batch: int, tokens: int) -> list[Row]:
     """The rows of a timing-only step over each network."""
     from dure.planner.timing import largest_memory
-    from dure.run.callbacks import Callbacks
     from dure.run.config import TrainConfig
     from dure.run.outcome import summary
-    from dure.run.prebuilt import Prebuilt
+    from dure.run.prebuilt import Callbacks, Prebuilt
     from dure.run.resolve import resolve
     from dure.run.virtual import VirtualRun
 

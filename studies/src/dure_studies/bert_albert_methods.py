@@ -63,10 +63,9 @@ def rows(job: Job, clusters: Mapping[float, Cluster]) -> list[Row]:
 
 
 def _row(strategy: str, cluster: Cluster, job: Job, model: InitialModel, length: Mapping[str, Any]) -> Row:
-    from dure.run.callbacks import Callbacks
     from dure.run.config import TrainConfig
     from dure.run.outcome import summary
-    from dure.run.prebuilt import Prebuilt
+    from dure.run.prebuilt import Callbacks, Prebuilt
     from dure.run.resolve import resolve
     from dure.run.virtual import VirtualRun
 

@@ -20,11 +20,10 @@ from dure.job.data.dataset import Data
 from dure.job.data.loaders import load_digits
 from dure.job.job import Job
 from dure.partition.tensor.trunk import Scheme
-from dure.run.callbacks import Callbacks
 from dure.run.config import TrainConfig
 from dure.run.launchers.local import run_processes
 from dure.run.outcome import summary
-from dure.run.prebuilt import Prebuilt
+from dure.run.prebuilt import Callbacks, Prebuilt
 from dure.run.resolve import resolve
 from dure.run.train import train
 from dure.run.virtual import VirtualRun

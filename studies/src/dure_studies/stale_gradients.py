@@ -54,9 +54,8 @@ def _measure(study: Study, job: Job, setting: Setting, rounds: int, seed: int) -
 
 def equal_replicas(job: Job, setting: Setting, seed: int) -> float:
     """The share of steps at which all workers compute on the same bits."""
-    from dure.run.callbacks import Callbacks
     from dure.run.config import TrainConfig
-    from dure.run.prebuilt import Prebuilt
+    from dure.run.prebuilt import Callbacks, Prebuilt
     from dure.run.resolve import resolve
     from dure.run.virtual import VirtualRun
 

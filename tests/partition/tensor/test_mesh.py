@@ -11,7 +11,7 @@ from support.runs import Finished, local, resolved, virtual
 from support.shared_layers import pairs
 from support.stage_jobs import job_text, plain
 
-from dure.run.callbacks import Callbacks
+from dure.run.prebuilt import Callbacks
 from dure.run.virtual import VirtualRun, VirtualSegment
 
 GPT = "char-gpt:layers=2,width=16,heads=2,context=12"

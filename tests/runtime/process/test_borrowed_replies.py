@@ -12,9 +12,8 @@ from support.runs import local, virtual
 from support.wording import raising
 
 from dure.errors import UsageError
-from dure.run.callbacks import Callbacks
 from dure.run.config import TrainConfig
-from dure.run.prebuilt import Prebuilt
+from dure.run.prebuilt import Callbacks, Prebuilt
 from dure.run.resolve import resolve
 from dure.run.virtual import VirtualRun, VirtualSegment
 from dure.runtime.launch.fork_server import ForkServer

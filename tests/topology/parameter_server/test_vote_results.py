@@ -16,15 +16,14 @@ from support.runs import Cycle, local, resolved, virtual
 from torch import nn
 
 from dure.codec.coder import SliceLayout
-from dure.codec.it_sign import ITSign
-from dure.codec.sign import Sign
+from dure.codec.sign import ITSign, Sign
 from dure.core.node import Address, Reply
 from dure.core.vectors import gather
 from dure.errors import Superseded
 from dure.job.data.dataset import Data
 from dure.job.job import Job
 from dure.job.optimizer import OptimizerSpec
-from dure.run.callbacks import Callbacks
+from dure.run.prebuilt import Callbacks
 from dure.run.virtual import VirtualRun, VirtualSegment
 from dure.runtime.virtual.cluster import Cluster, Event, Machines
 from dure.runtime.virtual.compute import Constant

@@ -18,9 +18,8 @@ from dure.runtime.launch.interruption import Interruption
 
 if TYPE_CHECKING:
     from dure.report.run import Run
-    from dure.run.callbacks import Callbacks
     from dure.run.config import TrainConfig
-    from dure.run.prebuilt import Prebuilt
+    from dure.run.prebuilt import Callbacks, Prebuilt
     from dure.run.setup import Setup
 
 

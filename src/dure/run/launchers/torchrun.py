@@ -41,9 +41,8 @@ from dure.runtime.launch.relay import relayed
 from dure.runtime.launch.rendezvous import Rendezvous, credentials_of, met, place
 
 if TYPE_CHECKING:
-    from dure.run.callbacks import Callbacks
     from dure.run.outcome import Outcome
-    from dure.run.prebuilt import Prebuilt
+    from dure.run.prebuilt import Callbacks, Prebuilt
     from dure.run.setup import Setup
     from dure.runtime.heartbeat import BeatPipe
 

@@ -39,8 +39,7 @@ from dure.core.cost import CodecCost
 from dure.core.deployment import check_workers
 from dure.core.text import quoted
 from dure.core.units import PositiveSeconds, Seconds, Size
-from dure.core.validated import FieldError, Validated
-from dure.core.yaml_text import read_yaml_file
+from dure.core.validated import FieldError, Validated, read_yaml_file
 from dure.errors import ClusterError
 from dure.runtime.virtual.compute import Compute, Constant, Durations, Factor, Speed
 
