@@ -1,6 +1,21 @@
-"""PipeDream's dynamic programme: stages and replicas of each for the least time per mini-batch, from a profile.
+"""Cutting a list of blocks into stages: `cuts` of a partition, and PipeDream's dynamic programme behind two of them.
 
-Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", SOSP 2019, section 3.1.
+    | `cuts`       | stages                                                                      |
+    |--------------|-----------------------------------------------------------------------------|
+    | `4/8/12`     | by hand: the numbers of the first block of each stage but the first, from 0 |
+    | `parameters` | the largest stage has as few parameters as possible; the default            |
+    | `even`       | the largest stage has as few blocks with parameters as possible             |
+    | `profile`    | the slowest stage or border is as fast as possible, by counted operations   |
+    | `FILE.json`  | as `profile`, by the profile in a file (`Profile.write`)                    |
+
+The last two use the dynamic programme with one replica of each stage, and the slowest link between two stages of the
+cluster in virtual time; other runs have links without limit (`Speeds`).
+
+Every stage needs a trainable parameter, since it is a worker of its own. Blocks without parameters (activations,
+pooling) stay with the block before them where the rule leaves a choice, so equal models are cut equally.
+
+The programme finds stages, and replicas of each, for the least time per mini-batch, from a profile: Narayanan et al.,
+"PipeDream: Generalized Pipeline Parallelism for DNN Training", SOSP 2019, section 3.1.
 
     T_l, a_l, |w_l|     seconds forward and backward, output bytes, parameter bytes of layer l        (`Profile`)
     Tsync(i..j, m)   =  4 (m - 1) |w_i..j| / (m B)              bytes that a replica sends and receives, at bandwidth B
@@ -27,22 +42,6 @@ outwards. A level's "worker" is a whole unit of the level below, so A of that le
 A stage keeps the weights and activations of every mini-batch in flight: ceil(R / r) for a stage with r replicas, where
 R counts the workers of the stage and of those after it. The memory limit holds for these versions; the released
 optimizer counts one less.
-
-Cutting a list of blocks into stages: `cuts` of a partition.
-
-    | `cuts`       | stages                                                                      |
-    |--------------|-----------------------------------------------------------------------------|
-    | `4/8/12`     | by hand: the numbers of the first block of each stage but the first, from 0 |
-    | `parameters` | the largest stage has as few parameters as possible; the default            |
-    | `even`       | the largest stage has as few blocks with parameters as possible             |
-    | `profile`    | the slowest stage or border is as fast as possible, by counted operations   |
-    | `FILE.json`  | as `profile`, by the profile in a file (`Profile.write`)                    |
-
-The last two use the dynamic programme of PipeDream (`plan.py`) with one replica of each stage, and the slowest link
-between two stages of the cluster in virtual time; other runs have links without limit (`Speeds`).
-
-Every stage needs a trainable parameter, since it is a worker of its own. Blocks without parameters (activations,
-pooling) stay with the block before them where the rule leaves a choice, so equal models are cut equally.
 """
 
 from __future__ import annotations

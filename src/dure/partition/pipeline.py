@@ -5,7 +5,7 @@ as the rules of a pipeline see them.
 
 A pipeline method is an order of actions and two rules: the weights that a forward reads, and the weights that its
 backward reads. `order` gives the actions of one worker as data; a scheduler checks them before a run starts
-(`ticks.py`), and each worker plays its own (`stage.py`).
+(`schedule.py`), and each worker plays its own (`stage.py`).
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Seconds of the blocks of a model: a call, whatever the number of samples, and each sample.
-
-    seconds of a pass of n samples through a block  =  call + n * sample
-
-A mini-batch that is cut into U micro-batches pays U calls. So small micro-batches are inefficient.
-
-Profiles of a model's blocks: the time and the sizes from which the stages of a pipeline are planned (`plan.py`).
+"""Profiles of a model's blocks: the time and the sizes from which the stages of a pipeline are planned (`cut.py`).
 
 `counted` counts floating-point operations, so equal models have equal profiles on every machine; virtual time uses it.
 `timed` measures the blocks where they will run. Both compute the first samples of the job's data, block after block, in
 the mode of the modules, and leave buffers and random state as they were.
+
+Where seconds are measured, a block costs a call, whatever the number of samples, and each sample (`BlockTimes`):
+
+    seconds of a pass of n samples through a block  =  call + n * sample
+
+A mini-batch that is cut into U micro-batches pays U calls. So small micro-batches are inefficient.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Collectives between the workers that share layers, written from messages.
+"""The computations of a stage whose layers several workers share: pieces of a pass, with collectives between them.
+
+The collectives are written from messages:
 
 | collective       | messages of a worker to each other          | elements sent, of n in the whole   |
 |------------------|---------------------------------------------|------------------------------------|
@@ -9,13 +11,9 @@
 
 Sums are in the order of ranks. Each slice is summed by one worker, so that all get the same bits.
 
-A computation in a thread of its own, which pauses at each collective of its layers.
-
 Forwards and backwards of split layers need other workers in the middle of them, and autograd cannot be suspended. So
 the code runs in a thread. At a collective the thread hands the call to the loop and waits; `resume` lets it go on.
 One of the two threads runs at a time, so the order of all operations is that of the loop.
-
-The computations of a stage whose layers several workers share: pieces of a pass, with collectives between them.
 """
 
 from __future__ import annotations

@@ -1,38 +1,6 @@
-"""Dense models that predict the gradient of a mean loss, one row of features for each sample, and their optimizers.
+"""Synthesizers: models that predict the gradient of a stage's outputs from the outputs, and from the labels.
 
-    S(h) = A h + b, or `hidden` layers with ReLU before it;  at first 0, since A and b are
-    prediction for B samples:  S(h) / B, as the loss is a mean over them
-    step on the gradient d:    the mean over the samples of || S(h) - B d ||^2 / (1 + the mean of || h ||^2)
-
-The division keeps a linear model stable at any width and scale of h, by plain SGD with a rate below 1. It changes no
-minimum.
-
-Synthesizers: models that predict the gradient of a stage's outputs from the outputs, and from the labels.
-
-Recurrent DNI: truncated back-propagation through time that predicts the gradient from beyond its window.
-
-Jaderberg et al., "Decoupled Neural Interfaces using Synthetic Gradients", ICML 2017, section 2.2.
-
-    for each window [a, a + T):   h(a) is the state before it, detached; L(tau) is the loss of step tau
-        J <- L(a) + ... + L(a + T - 1) + S(h(a + T))^T h(a + T)             S's output is a constant here
-        theta <- a step along dJ / dtheta
-        S <- a step on || S(h(a)) - dJ / dh(a) ||^2                         the target is bootstrapped
-
-The windows are half-open: no loss counts twice. S begins at zero, and while it is zero this is truncated
-back-propagation with window T. It is a part of the user's own loop, in one process or under `dure.attach`:
-
-    synthesizer = RecurrentSynthesizer(64)
-    for inputs, targets in windows:
-        state = synthesizer.begin(state)                # detached
-        loss, state = window(model, state, inputs, targets)
-        (loss + synthesizer.beyond(state)).backward()
-        synthesizer.learn()
-        optimizer.step()
-
-Under `dure.attach` each rank has a synthesizer of its own, and the step is that of the attached model.
-
-The loss is the mean over the rows of the state, which are samples. A state is a tensor or a tuple of tensors, as in an
-LSTM. Prediction of later synthetic gradients, an auxiliary task of the paper, is left out.
+`RecurrentSynthesizer` predicts the gradient from beyond the window of truncated back-propagation through time.
 """
 
 from __future__ import annotations
@@ -63,7 +31,14 @@ if TYPE_CHECKING:
 class GradientModel:
     """A dense model with layers of these `widths`, drawn from `seed`, and the `optimizer` that trains it.
 
-    `values` are its parameters, flat.
+    `values` are its parameters, flat. It predicts the gradient of a mean loss, one row of features for each sample:
+
+        S(h) = A h + b, or `hidden` layers with ReLU before it;  at first 0, since A and b are
+        prediction for B samples:  S(h) / B, as the loss is a mean over them
+        step on the gradient d:    the mean over the samples of || S(h) - B d ||^2 / (1 + the mean of || h ||^2)
+
+    The division keeps a linear model stable at any width and scale of h, by plain SGD with a rate below 1. It changes
+    no minimum.
     """
 
     def __init__(
@@ -259,6 +234,29 @@ class RecurrentSynthesizer:
 
     `width` counts all tensors of the state. The model is linear or has `hidden` layers; `optimizer` trains it.
     Predictions are multiplied by `scale` where they enter a loss; the paper used 0.1 in its recurrent experiments.
+
+    Jaderberg et al., "Decoupled Neural Interfaces using Synthetic Gradients", ICML 2017, section 2.2.
+
+        for each window [a, a + T):   h(a) is the state before it, detached; L(tau) is the loss of step tau
+            J <- L(a) + ... + L(a + T - 1) + S(h(a + T))^T h(a + T)             S's output is a constant here
+            theta <- a step along dJ / dtheta
+            S <- a step on || S(h(a)) - dJ / dh(a) ||^2                         the target is bootstrapped
+
+    The windows are half-open: no loss counts twice. S begins at zero, and while it is zero this is truncated
+    back-propagation with window T. It is a part of the user's own loop, in one process or under `dure.attach`:
+
+        synthesizer = RecurrentSynthesizer(64)
+        for inputs, targets in windows:
+            state = synthesizer.begin(state)                # detached
+            loss, state = window(model, state, inputs, targets)
+            (loss + synthesizer.beyond(state)).backward()
+            synthesizer.learn()
+            optimizer.step()
+
+    Under `dure.attach` each rank has a synthesizer of its own, and the step is that of the attached model.
+
+    The loss is the mean over the rows of the state, which are samples. A state is a tensor or a tuple of tensors, as in
+    an LSTM. Prediction of later synthetic gradients, an auxiliary task of the paper, is left out.
     """
 
     def __init__(

@@ -7,7 +7,7 @@ others would no longer meet it.
 In virtual time all workers start at once, and workers of constant speed stay in step for hundreds of steps, in which
 all messages meet at the servers. In a run of minutes they do not.
 
-The speed is the sum of the workers' speeds in the steady state (`step_times.py`).
+The speed of a strategy is the sum of the workers' speeds.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ Nocedal and Wright, "Numerical Optimization", 2006, algorithms 7.4 and 7.5.
 | in the paper                          | here                                                              |
 |---------------------------------------|-------------------------------------------------------------------|
 | coordinator                           | `coordinate`, beside the clock on server 0                        |
-| operations on named vectors           | commands of `topology/vectors.py`                                 |
-| portions, load balancing, backup tasks | `topology/portions.py`: a portion is a mini-batch                 |
+| operations on named vectors           | commands of `topology/parameter_server/vectors.py`                |
+| portions, load balancing, backup tasks | `coordinator.py` there: a portion is a mini-batch                 |
 | gradients sent after a few portions   | `push_every`                                                      |
 | line search                           | `search`: strong Wolfe, backtracking or exact                     |
 | replicas over several machines        | partitions that share layers and no parameter: `neurons:ways=2`   |

@@ -10,7 +10,7 @@ Jaderberg et al., "Decoupled Neural Interfaces using Synthetic Gradients", ICML 
         receive the target d of mini-batch t - 1;  S_k <- a step on || S_k(h_k) - d ||^2      not at the last module
 
 The target of a module is predicted too, by the synthesizer of the next module. A synthesizer S_k is linear or has
-`hidden` layers, begins at zero, and has its own optimizer with the constant `rate` (`gradient_model.py`). With `labels`
+`hidden` layers, begins at zero, and has its own optimizer with the constant `rate` (`GradientModel`). With `labels`
 it reads the targets y (cDNI). It learns the target of mini-batch t - 1 between the backward and the update of t, when
 the target has come; at a drain also that of the last mini-batch. Its step never reaches W_k. Each replica has
 synthesizers of its own.

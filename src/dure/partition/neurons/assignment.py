@@ -5,7 +5,7 @@
 | `even`       | of each layer as many in a row at each machine; of a grid, rows of places with all channels  |
 | `random`     | as `even`, shuffled by a seed                                                                |
 | `layers`     | each layer whole at one machine, layers in a row, with as little work as possible at the most |
-| `cut`        | of grids, by minimum cuts of the words sent (`cut.py`); of dense layers as `even`            |
+| `cut`        | of grids, by minimum cuts of the words sent; of dense layers as `even`                       |
 | `FILE.json`  | by an object of the layers' names, each with the machine of each of its units                |
 
 Assignment of locally connected layers by minimum cuts: of the words that machines send, by recursive bisection.

@@ -1,8 +1,8 @@
 """The workers that share the layers of a model, as the code of a split layer sees them: blocking collectives.
 
 A computation calls `Ways` in the middle of a forward or a backward. `carry_out` is the function that takes a collective
-to the other workers and returns its result: in a run it pauses the computation's thread (`computation.py`), and a
-recording of shapes answers with zeros (`recording.py`).
+to the other workers and returns its result: in a run it pauses the computation's thread (`shared_stage.py`), and a
+recording of shapes answers with zeros.
 
 Operators of split layers: functions of tensors whose forward or backward has a collective over `Ways`.
 
