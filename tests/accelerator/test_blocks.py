@@ -19,7 +19,7 @@ device = target.prepare()
 import dure
 from dure.job.replica import Replica
 from dure.partition.layout import StageLayout
-from dure.partition.blocks import traced_blocks
+from dure.partition.tracing import traced_blocks
 
 class Net(torch.nn.Module):
     def __init__(self):

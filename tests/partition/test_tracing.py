@@ -12,7 +12,8 @@ from torch.nn.functional import cross_entropy, dropout, linear
 import dure
 from dure.errors import UsageError
 from dure.job.data.dataset import called
-from dure.partition.blocks import blocks_of, tied, traced_blocks
+from dure.partition.blocks import blocks_of, tied
+from dure.partition.tracing import traced_blocks
 
 
 class Layer(nn.Module):

@@ -10,9 +10,10 @@ from support.wording import raising
 
 from dure.core.deployment import SERVER, WORKER, Deployment, NodeId, NodeSpec, WhenLost
 from dure.errors import DureError
-from dure.run.failures import FORK_SERVER, FailureTracker
+from dure.run.failures import FailureTracker
 from dure.run.roster import ProcessRoster, RunProgress
 from dure.run.supervisor import Supervisor
+from dure.runtime.launch.fork_server import LOADER as FORK_SERVER
 from dure.runtime.wire import Loss
 
 

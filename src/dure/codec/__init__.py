@@ -3,15 +3,12 @@
 A wrapper joins a codec by `+`, as in `sign:scaled=true+ef`.
 
     base        `Codec`, the interface of a member; `Vote`
-    coder       `Coder`, which encodes and decodes one slice; `SliceLayout`
-    cast        the coder of fp32, fp16 and bf16
-    residual    the coders of the wrappers: error feedback and momentum
+    coder       `Coder`, which encodes and decodes one slice; `SliceLayout`; the coders of casts and of wrappers
     exchange    the rounds in which the messages of all members become one message
     vote        majority and weighted votes on signs
     bits, gaps  packing of bits, and of positions
     blocks      block-wise work that stays in the cache
-    cost        the cost of a codec in virtual time
-    timing      the measurement of that cost
+    cost        the cost of a codec in virtual time, and its measurement
 """
 
 __all__ = ["CATALOGUE", "WRAPPERS"]

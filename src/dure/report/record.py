@@ -48,7 +48,7 @@ class RunRecord:
 
     `config` is the configuration that was used, `history` the rows of `history.jsonl`, `figures` the content of
     `summary.json` (empty for a run that did not finish). `code` has the files that the configuration names
-    (`trust.fingerprints`).
+    (`run.resume`).
     """
 
     config: Mapping[str, Any] = field(default_factory=dict)

@@ -7,11 +7,11 @@ error that a worker reports itself ends every run, unless the failure of another
 | state   | heartbeats | steps                | consequence                                                          |
 |---------|------------|----------------------|----------------------------------------------------------------------|
 | frozen  | none       | none                 | logged after `warn_after` seconds; after `frozen_after` seconds the  |
-|         |            |                      | process is evicted if the run can lose it, else the run ends         |
+|         |            |                      | process is evicted or killed: `supervisor` says what follows          |
 | slow    | arrive     | none, while it works | logged after `warn_after` seconds; the run continues                 |
 | waiting | arrive     | none, while it waits | none: it waits for another process                                   |
 
-The servers' clock evicts workers for another reason (`topology.parameter_server.progress`): they make no steps while
+The servers' clock evicts workers for another reason (`topology.parameter_server.clock`): they make no steps while
 others wait for them.
 
 | updates                              | failed process                   | processes that go back to the checkpoint   |
@@ -60,8 +60,6 @@ SENT = 8
 
 SURE_SECONDS = 2.0
 """Seconds without a heartbeat after which the processor time of a process is read."""
-
-__all__ = ["FORK_SERVER", "LivenessLimits", "LivenessMonitor"]
 
 
 class LivenessLimits(NamedTuple):

@@ -24,8 +24,9 @@ from dure.core.deployment import WhenLost
 from dure.core.node import Call, Reply
 from dure.core.text import log
 from dure.errors import DureError, Refused
-from dure.run.failures import FORK_SERVER, LIMIT
+from dure.run.failures import LIMIT
 from dure.run.setup import companions_of
+from dure.runtime.launch.fork_server import LOADER as FORK_SERVER
 
 if TYPE_CHECKING:
     from dure.core.node import Operation

@@ -75,7 +75,7 @@ def probe(
 
     The entry `cluster` is the `Cluster`. It is derived from the other entries: `hosts` (the ranks of each), `local`,
     `pairs` (each with its two `hosts`), `inside` (pairs of ranks on one `host`), `races`, `apply`, `compute` (seconds
-    of steps at each rank, of `job`, or of `flops` operations without a job), `stragglers` (`stragglers.stragglers`),
+    of steps at each rank, of `job`, or of `flops` operations without a job), `stragglers` (`description.stragglers`),
     `codecs` (by name, for each rank), `cores`, `residual` (the worst fit of a link),
     and `advice` if that fit is bad. One process alone also has `hand_over`, `numel` and `runs` (`short_runs`).
 

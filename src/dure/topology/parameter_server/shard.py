@@ -68,13 +68,14 @@ class Shard(RemoteService):
 
     `values` is the slice at version 0 (copied). `ranges` are the ranges of the flat parameters that it holds; a
     tensor travels as one piece per range. `segments` are parameter groups in the slice's own coordinates
-    (`optim.restrict`). In a timing-only run `values` is a `Ghost`: the shard moves sizes and versions, and computes
-    nothing.
+    (`job.optimizer.restrict`). In a timing-only run `values` is a `Ghost`: the shard moves sizes and versions, and
+    computes nothing.
+
     `log` keeps (worker, incarnation, seq) of everything applied, for `status`. `corrections` change each gradient
-    before it is applied (`corrections`). With a `coder`, an update is pushed as its message. With a `vote`, members of
-    a group are put to the vote in place of `reduce`: `follow` gives a worker at version `has` the message of the vote
-    that leads from there (`vote_results`). An update on arrival whose staleness here is above `max_delay` is refused:
-    it is acknowledged, and not applied.
+    before it is applied (`topology.correction`). With a `coder`, an update is pushed as its message. With a `vote`,
+    members of a group are put to the vote in place of `reduce`: `follow` gives a worker at version `has` the message of
+    the vote that leads from there (`vote_results`). An update on arrival whose staleness here is above `max_delay` is
+    refused: it is acknowledged, and not applied.
 
     `members` are `[[worker, seq], ...]` in rank order, combined in that order by `reduce`: "mean" (weighted by
     `weight`, the batch sizes) or "sum". Groups are applied in the order of their `version`, the one they make.
