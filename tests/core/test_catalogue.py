@@ -8,8 +8,7 @@ import pytest
 from support.wording import raising
 
 from dure.codec.sign import Sign
-from dure.core.catalogue import combines, load, name_of, paper, summary
-from dure.core.parameter import parameter
+from dure.core.catalogue import combines, load, name_of, paper, parameter, summary
 from dure.core.spec_text import parameters
 from dure.run.strategy import AXES, JOINS, catalogue
 

@@ -16,8 +16,8 @@ from typing import ClassVar
 
 from dure.codec.base import Codec, Exchange, Vote
 from dure.codec.coder import Coder, FeedbackCoder, MomentumCoder, SliceLayout
+from dure.core.catalogue import parameter
 from dure.core.cost import CodecCost
-from dure.core.parameter import parameter
 
 JOINED = {"joined": True}
 """Metadata of the field that holds the wrapped codec, which stands before the `+` in a text."""

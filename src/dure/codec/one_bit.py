@@ -23,8 +23,8 @@ from dure.codec import bits
 from dure.codec.base import Codec
 from dure.codec.blocks import BLOCK, all_finite, empty, require_finite, require_in_float32, viewed
 from dure.codec.coder import Coder, DenseCoder, FeedbackCoder, SliceLayout
+from dure.core.catalogue import parameter
 from dure.core.cost import CodecCost
-from dure.core.parameter import parameter
 from dure.errors import DamagedMessage
 
 

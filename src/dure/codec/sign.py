@@ -35,8 +35,8 @@ from dure.codec.blocks import require_finite, require_in_float32, to_device, vie
 from dure.codec.coder import Coder, DenseCoder, SliceLayout
 from dure.codec.ternary import Ternary
 from dure.codec.vote import LogLikelihood, Majority
+from dure.core.catalogue import parameter
 from dure.core.cost import CodecCost
-from dure.core.parameter import parameter
 from dure.errors import DamagedMessage
 
 _SCALE = 4  # bytes

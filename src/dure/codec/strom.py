@@ -22,8 +22,8 @@ from dure.codec import bits, gaps
 from dure.codec.base import Codec, Exchange
 from dure.codec.blocks import BLOCK, blocks, to_device, to_host
 from dure.codec.coder import Coder, FeedbackCoder, SliceLayout
+from dure.core.catalogue import parameter
 from dure.core.cost import CodecCost
-from dure.core.parameter import parameter
 from dure.errors import DamagedMessage
 
 _COUNT = 4  # bytes of the number of signs

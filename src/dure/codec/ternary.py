@@ -20,8 +20,8 @@ from dure.codec.base import Codec, Vote
 from dure.codec.blocks import to_device, to_host
 from dure.codec.coder import Coder, DenseCoder, SliceLayout
 from dure.codec.vote import Majority
+from dure.core.catalogue import parameter
 from dure.core.cost import CodecCost
-from dure.core.parameter import parameter
 from dure.errors import DamagedMessage
 
 _HEADER = 8

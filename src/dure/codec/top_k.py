@@ -20,8 +20,8 @@ from dure.codec import gaps
 from dure.codec.base import Codec, Exchange
 from dure.codec.blocks import require_in_float32, to_device, to_host
 from dure.codec.coder import Coder, FeedbackCoder, SliceLayout
+from dure.core.catalogue import parameter
 from dure.core.cost import CodecCost
-from dure.core.parameter import parameter
 from dure.errors import DamagedMessage
 
 _LENGTH = 4  # bytes of the length of the positions

@@ -1,10 +1,10 @@
-"""Catalogues: the members of an axis by name, each with the place of its class, "MODULE:CLASS".
+"""Catalogues: the members of an axis by name, each with the place of its class, "MODULE:CLASS"; and their parameters.
 
 A lookup of a name does not import the class. The class states everything else:
 
     docstring                 the summary, in its first line
     paper                     the source, with the first author in front
-    fields                    the parameters, described by `core.parameter`
+    fields                    the parameters, described by `parameter`
     traits                    of a method: its properties, such as the topologies that it supports
     joins                     of a remedy or a codec wrapper: the members that it joins
     more_rows                 of a member with more to list than parameters: the place of a function that lists it
@@ -13,6 +13,7 @@ A lookup of a name does not import the class. The class states everything else:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import field
 from importlib import import_module
 from inspect import cleandoc
 from typing import Any
@@ -75,3 +76,29 @@ def more_rows(kind: type) -> MoreRows | None:
     module, _, name = place.partition(":")
     found: MoreRows = getattr(import_module(module), name)
     return found
+
+
+def parameter(
+    default: Any,
+    meaning: str,
+    *,
+    range: str = "",  # noqa: A002 - the word that readers of a parameter look for
+    unit: str = "",
+    symbol: str = "",
+    shown: bool = True,
+) -> Any:
+    """A dataclass field with a description, which `dure methods NAME` shows.
+
+    `range` has the bounds of a number as comparisons, such as ">= 0, < 1"; the right side may be another parameter.
+    The class itself must check it. `symbol` is the paper's symbol, or empty. A member's text shows its first parameter
+    even if it has its default, unless `shown=False`.
+
+    >>> from dataclasses import dataclass, fields
+    >>> @dataclass(frozen=True, slots=True)
+    ... class Leap:
+    ...     period: int = parameter(10, "local steps between two averages", range=">= 1", unit="steps", symbol="τ")
+    >>> Leap().period, fields(Leap)[0].metadata["symbol"]
+    (10, 'τ')
+    """
+    described = {"meaning": meaning, "range": range, "unit": unit, "symbol": symbol, "shown": shown}
+    return field(default=default, metadata=described)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from dure.core.parameter import parameter
+from dure.core.catalogue import parameter
 from dure.partition.orders import Action, looped
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from dure.core.parameter import parameter
+from dure.core.catalogue import parameter
 
 if TYPE_CHECKING:
     from torch import nn

@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 
-from dure.core.parameter import parameter
+from dure.core.catalogue import parameter
 from dure.job.data.split import Replicated
 from dure.sync.base import Reasons, ServerRule, Traits
 from dure.topology.parameter_server.policies import Barrier

@@ -31,8 +31,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from dure.core.catalogue import parameter
 from dure.core.node import EndOfWork
-from dure.core.parameter import parameter
 from dure.job.optimizer import OptimizerSpec
 from dure.sync.base import Messages, Reasons, ServerRule, Traits
 from dure.sync.local_sgd import (

@@ -34,8 +34,8 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from dure.core.catalogue import parameter
 from dure.core.node import EndOfWork, Ghost, Operation
-from dure.core.parameter import parameter
 from dure.job.optimizer import OptimizerSpec
 from dure.sync.base import Messages, Reasons, ServerRule, Traits
 from dure.topology.parameter_server.policies import Barrier

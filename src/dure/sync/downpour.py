@@ -36,8 +36,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from dure.core.catalogue import parameter
 from dure.core.node import EndOfWork
-from dure.core.parameter import parameter
 from dure.sync.base import Messages, Reasons, ServerRule, Traits
 from dure.topology.parameter_server.policies import OneFirst
 

@@ -32,7 +32,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from dure.core.parameter import parameter
+from dure.core.catalogue import parameter
 from dure.job.optimizer import OptimizerSpec
 from dure.sync.base import ServerRule, Traits
 

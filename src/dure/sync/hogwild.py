@@ -34,8 +34,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 
+from dure.core.catalogue import parameter
 from dure.core.node import EndOfWork, Ghost
-from dure.core.parameter import parameter
 from dure.sync.base import Reasons, ServerRule, Traits
 
 if TYPE_CHECKING:

@@ -39,7 +39,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from dure.core.parameter import parameter
+from dure.core.catalogue import parameter
 from dure.errors import DivergedError
 from dure.sync import line_search
 from dure.sync.base import Reasons, ServerRule, Traits

@@ -43,7 +43,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from dure.core.parameter import parameter
+from dure.core.catalogue import parameter
 from dure.sync.base import Messages, Reasons, ServerRule, Traits
 from dure.topology.parameter_server.admission import most
 from dure.topology.parameter_server.policies import AnyOf, FirstOf

@@ -29,7 +29,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from dure.core.parameter import parameter
+from dure.core.catalogue import parameter
 from dure.job.optimizer import OptimizerSpec
 from dure.sync.base import Messages, Reasons, ServerRule, Traits
 from dure.topology.parameter_server.policies import Bounded

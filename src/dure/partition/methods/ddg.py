@@ -30,7 +30,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from dure.core.parameter import parameter
+from dure.core.catalogue import parameter
 from dure.partition.orders import Action, pipedream
 from dure.partition.pipeline import Pipeline
 

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from dure.core.parameter import parameter
+from dure.core.catalogue import parameter
 from dure.job.optimizer import OptimizerSpec
 from dure.partition.orders import Action
 from dure.partition.pipeline import Pipeline

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from dure.core.parameter import parameter
+from dure.core.catalogue import parameter
 from dure.partition.orders import Action, interleaved, round_size
 from dure.partition.pipeline import MicroBatched
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from dure.core.parameter import parameter
+from dure.core.catalogue import parameter
 from dure.partition.neurons.assignment import by_cut, by_layers, check_used, even, from_file, shuffled
 from dure.partition.neurons.layers import Units, unit_model
 from dure.partition.shared_layers import SharedLayers

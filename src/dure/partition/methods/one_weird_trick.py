@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from torch import nn
 
-from dure.core.parameter import parameter
+from dure.core.catalogue import parameter
 from dure.errors import UsageError
 from dure.partition.blocks import is_sequence
 from dure.partition.shared_layers import SharedLayers

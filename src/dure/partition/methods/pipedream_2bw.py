@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from dure.core.parameter import parameter
+from dure.core.catalogue import parameter
 from dure.partition.orders import Action, one_f_one_b_on
 from dure.partition.pipeline import MicroBatched
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from dure.core.parameter import parameter
+from dure.core.catalogue import parameter
 from dure.partition.shared_layers import SharedLayers
 from dure.partition.tensor.plans import columns, megatron, rows
 from dure.partition.tensor.sequence import by_positions

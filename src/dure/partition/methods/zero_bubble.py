@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from dure.core.parameter import parameter
+from dure.core.catalogue import parameter
 from dure.partition.orders import Action, looped, v_shaped, zero_bubble, zero_bubble_2, zero_bubble_v
 from dure.partition.pipeline import MicroBatched
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from dure.core.parameter import parameter
+from dure.core.catalogue import parameter
 
 ALGORITHMS = ("engine", "ring", "tree", "halving-doubling", "hierarchical", "torus", "all-to-all")
 """Collectives by name."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from dure.core.parameter import parameter
+from dure.core.catalogue import parameter
 
 GRAPHS = ("ring", "exponential", "random-regular", "complete")
 """Graphs that gossip knows by name."""

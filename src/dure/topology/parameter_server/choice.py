@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
-from dure.core.parameter import parameter
+from dure.core.catalogue import parameter
 
 Split = Literal["memory", "layer", "keys", "hybrid"]
 
