@@ -212,10 +212,10 @@ def test_without_shared_hosts_the_costs_are_those_of_one_path() -> None:
 
 def test_the_network_charges_and_counts_a_collective() -> None:
     _, network = ring_network(4)
-    names = [f"worker {i}" for i in (1, 2, 3)]
-    seconds = network.cost("all_reduce", 10 * 8, names, itemsize=8).seconds
+    charged = network.cost("all_reduce", 10 * 8, [f"worker {i}" for i in (1, 2, 3)], itemsize=8)
+    network.count(charged, [1, 2, 3])
     cost = ring_all_reduce(10, 3, PATH, itemsize=8)
-    assert seconds == cost.seconds
+    assert charged.seconds == cost.seconds
     assert network.bytes_sent == [0, *cost.sent]
     assert network.bytes_received == [0, *cost.received]
     assert network.messages == [0, 4, 4, 4]

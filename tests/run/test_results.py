@@ -12,19 +12,28 @@ from dure.run.outcome import Totals
 from dure.run.snapshots import Delivered, count_servers, count_steps, count_updates, model_of_workers
 
 
-def setup(*, needs_everybody=False):
+def setup(delivers="replica", *offers):
     merge = lambda found: torch.stack(list(found)).sum(dim=0)  # noqa: E731
-    topology = SimpleNamespace(needs_everybody=needs_everybody)
-    return SimpleNamespace(stages=None, topology=topology, delivery=SimpleNamespace(merge_buffers=merge))
+    strategy = SimpleNamespace(topology=SimpleNamespace(offers=offers))
+    delivery = SimpleNamespace(merge_buffers=merge)
+    return SimpleNamespace(stages=None, traits=SimpleNamespace(delivers=delivers), strategy=strategy, delivery=delivery)
 
 
 def delivered():
     return {f"worker {rank}": Delivered(torch.full((2,), float(rank)), None) for rank in (10, 2, 3)}
 
 
-@pytest.mark.parametrize(("needs_everybody", "value"), [(True, 2.0), (False, 5.0)])
-def test_collectives_deliver_the_first_workers_model_and_others_the_mean(needs_everybody, value):
-    assert model_of_workers(setup(needs_everybody=needs_everybody), delivered()).tolist() == [value] * 2
+@pytest.mark.parametrize(
+    ("delivers", "offers", "value"),
+    [
+        ("replica", ("peers",), 2.0),
+        ("mean", ("group",), 2.0),
+        ("mean", ("mean gradient",), 2.0),
+        ("mean", ("peers",), 5.0),
+    ],
+)
+def test_workers_that_are_alike_deliver_the_first_ones_model_and_others_the_mean(delivers, offers, value):
+    assert model_of_workers(setup(delivers, *offers), delivered()).tolist() == [value] * 2
 
 
 def test_buffers_are_merged_where_there_are_any():

@@ -321,7 +321,8 @@ def check_own(choice: Choice, name: str) -> None:
     if isinstance(choice.offers, str) or not all(isinstance(offer, str) for offer in choice.offers):
         raise StrategyError(f'{name}: offers must be a tuple of names, got {choice.offers!r}. Write ("group",).')
     kind = _own_class(choice, name)
-    for offer in sorted(choice.offers):
+    implied = {"mean gradient"} if "group" in choice.offers else set()
+    for offer in sorted(set(choice.offers) - implied):
         for function in DEFINES.get(offer, ("connect",)):
             if getattr(kind, function) is getattr(Topology, function):
                 near = "" if offer in OFFERS else nearest(offer, OFFERS)
