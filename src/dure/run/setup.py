@@ -18,7 +18,8 @@ from dure.partition.cut import ANY, Speeds
 from dure.partition.mesh import pipeline_of, shared_of
 from dure.run.devices import CPU
 from dure.run.server_side import ServerSide
-from dure.run.stages import Delivery, StagedTopology, Stages, WorkerData
+from dure.run.stages import StagedTopology, Stages
+from dure.run.worker_data import Delivery, WorkerData
 from dure.runtime.memory import MappedMemory
 from dure.sync.base import Periodic, Traits, server_rule_of, traits_of
 from dure.sync.worker_state import Boundary
