@@ -7,7 +7,7 @@ error that a worker reports itself ends every run, unless the failure of another
 | state   | heartbeats | steps                | consequence                                                          |
 |---------|------------|----------------------|----------------------------------------------------------------------|
 | frozen  | none       | none                 | logged after `warn_after` seconds; after `frozen_after` seconds the  |
-|         |            |                      | process is evicted or killed: `supervisor` says what follows          |
+|         |            |                      | process is evicted or killed: `supervisor` says what follows         |
 | slow    | arrive     | none, while it works | logged after `warn_after` seconds; the run continues                 |
 | waiting | arrive     | none, while it waits | none: it waits for another process                                   |
 
@@ -159,7 +159,7 @@ class LivenessMonitor:
 
 
 LIMIT = 5
-"""Restarts of one process in a run."""
+"""Restarts of one process in a run; of a companion, failures one after another in which it has done nothing."""
 
 BACK_OFF_SECONDS = 0.5
 """Seconds before a process is started again the first time; twice as long each time after."""
