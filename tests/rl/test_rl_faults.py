@@ -65,7 +65,7 @@ def test_actors_that_are_killed_freeze_or_come_late_take_part(fork_server):
 
     def act(trial):
         driver = trial.driver
-        if not frozen and kill(trial) and "actor 0" in driver.roster.ready:
+        if not frozen and kill(trial) and "actor 0" in driver.roster.ready - driver.roster.failed.keys():
             frozen["pid"] = trial.fork_server.pids["actor 0"]
             trial.fork_server.signal("actor 0", signal.SIGSTOP)
         elif frozen and driver.progress.totals.failures_survived == 5:
