@@ -266,7 +266,7 @@ class Probe(Printed):
     workers: int = 4
     """How many workers share this machine, where it is alone."""
     codec: Repeated[tuple[str, ...]] = ()
-    """What a codec costs is measured too, on the job's gradients; once for each."""
+    """A codec whose cost is measured too, on the job's gradients; the flag may be repeated."""
     data: Path | None = None
     """Folder of data sets."""
     key_file: Path | None = None

@@ -1,4 +1,4 @@
-"""What one worker of a pipeline receives and sends: mini-batches, outputs of stages, and gradients of outputs.
+"""Tensors that one worker of a pipeline receives and sends: mini-batches, outputs of stages, and gradients of outputs.
 
 The first stage reads the inputs and the last stage the targets. Both draw from samplers that are equal, so targets do
 not travel.

@@ -1,4 +1,4 @@
-"""What one worker of a pipeline keeps beside its parameters: versions of them, and the figures of its stage.
+"""State of one worker of a pipeline beside its parameters: versions of them, and the figures of its stage.
 
 The worker keeps them with its declared state, so a checkpoint has all of them. Its `params` are those of the version
 that was updated last.

@@ -1,4 +1,4 @@
-"""What the caller of a run gives it beside a configuration: objects that are made already, and receivers of reports."""
+"""Objects of a run's caller beside a configuration: those that are made already, and receivers of reports."""
 
 from __future__ import annotations
 

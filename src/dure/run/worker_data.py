@@ -1,4 +1,4 @@
-"""What each worker of a run gets, its mini-batches, and what it shows: its model, and the gradients in it."""
+"""The mini-batches that each worker of a run gets, and the model that it shows, with the gradients in it."""
 
 from __future__ import annotations
 

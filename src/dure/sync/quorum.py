@@ -82,12 +82,23 @@ class _Quorum:
 
 
 @dataclass(frozen=True, slots=True)
-class KSync(_Quorum):
+class _OfWorkers(_Quorum):
+    """K counts workers, each once in an update, so a run needs as many."""
+
+    traits: ClassVar[Traits]
+
+    k: int | None = _k("workers whose gradients make an update; none: all but one in twenty, or all but one", "workers")
+
+    def adapted(self) -> Traits:
+        """The traits under these parameters."""
+        return replace(self.traits, fewest=self.k or 1)
+
+
+@dataclass(frozen=True, slots=True)
+class KSync(_OfWorkers):
     """Synchronous SGD on the gradients of the first `k` workers; the other workers start over."""
 
     advice: ClassVar[str] = "Use as many as there are for BSP."
-
-    k: int | None = _k("workers whose gradients make an update; none: all but one in twenty, or all but one", "workers")
 
     traits: ClassVar[Traits] = Traits(
         needs=("servers",),
@@ -100,10 +111,6 @@ class KSync(_Quorum):
         lockstep=True,
         sampling="whole",
     )
-
-    def adapted(self) -> Traits:
-        """The traits under these parameters."""
-        return replace(self.traits, fewest=self.k or 1)
 
     def server_rule(self, optimizer: OptimizerSpec) -> ServerRule:
         return ServerRule(optimizer, FirstOf(self.quorum, distinct=True), quorum=self.quorum)
@@ -145,12 +152,10 @@ class KBatchSync(_Quorum):
 
 
 @dataclass(frozen=True, slots=True)
-class KAsync(_Quorum):
+class KAsync(_OfWorkers):
     """Asynchronous SGD on the gradients of any `k` workers, however stale; those `k` wait for the update."""
 
     advice: ClassVar[str] = "Use 1 for asynchronous SGD."
-
-    k: int | None = _k("workers whose gradients make an update; none: all but one in twenty, or all but one", "workers")
 
     traits: ClassVar[Traits] = Traits(
         needs=("servers",),
@@ -163,10 +168,6 @@ class KAsync(_Quorum):
         stale_gradients=True,
         sampling="whole",
     )
-
-    def adapted(self) -> Traits:
-        """The traits under these parameters."""
-        return replace(self.traits, fewest=self.k or 1)
 
     def server_rule(self, optimizer: OptimizerSpec) -> ServerRule:
         return ServerRule(optimizer, AnyOf(self.quorum, distinct=True), quorum=self.quorum)

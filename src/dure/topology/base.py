@@ -132,7 +132,7 @@ class Choice(Protocol):
 
     @property
     def offers(self) -> Collection[str]:
-        """What methods may need (`topology.offers`)."""
+        """Names of what methods may need (`topology.offers`)."""
         ...
 
     @property
@@ -162,7 +162,7 @@ def deployed(choice: Choice, plan: RunPlan) -> Topology:
 
 
 class Session:
-    """What a worker has of a topology of a user's own, for methods: `worker.session(offer)`.
+    """A worker's part of a topology of a user's own, for methods: `worker.session(offer)`.
 
     The topology puts it into `worker.sessions.own` under the word that it offers, when it connects the worker.
     """

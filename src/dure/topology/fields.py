@@ -1,4 +1,4 @@
-"""Fields of the calls between workers, shards and the clock, for the `protocol` of each service."""
+"""Fields of the calls between workers, shards and the clock, for the `@remote` handlers of each service."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the engine (`torch.distributed`) needs from this machine: a store, a network interface, and no watchdog.
+"""Needs of the engine (`torch.distributed`) on this machine: a store, a network interface, and no watchdog.
 
 The workers of a run set up the engine's collectives through a store:
 

@@ -187,7 +187,7 @@ class Process:
     def _ended(self) -> None:
         demand, self._current = self._current, None
         assert demand is not None
-        # The coroutines that `done` resumes run in this same virtual moment. What they ask for follows from this
+        # The coroutines that `done` resumes run in this same virtual moment. Their requests follow from this
         # demand: a real thread goes on with it before it looks at its next message.
         self._following = []
         kernel = self._cores.kernel

@@ -108,7 +108,7 @@ class Connection:
             seals.trust()
 
     def offer(self) -> dict[str, bool]:
-        """What this end can do: whether it can map memory of the peer, and whether it trusts the transport."""
+        """The abilities of this end: whether it can map memory of the peer, and whether it trusts the transport."""
         return {"maps": self.neighbor is not None, "trusts": self.trusted}
 
     def agree(self, meta: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What protects a connection: the key of a run, the proof that both ends have it, and the seals of their frames.
+"""Protection of a connection: the key of a run, the proof that both ends have it, and the seals of their frames.
 
 Each end proves to the other that it has the run's key, before any other exchange:
 
