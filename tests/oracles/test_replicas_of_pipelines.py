@@ -131,7 +131,7 @@ def test_a_hybrid_topology_does_not_connect_stages():
 @pytest.mark.parametrize("kind", ["crash", "join"])
 def test_a_pipeline_needs_every_worker(kind):
     cluster = Cluster.uniform(4, events=(Event(at=0.01, kind=kind, worker=1),))
-    with pytest.raises(UsageError, match=f"lets worker 1 {kind} at 0.01 s, and .* runs over the parts of a model"):
+    with pytest.raises(UsageError, match=f"lets worker 1 {kind} at 0.01 s, and .* Leave the event out, or the"):
         resolved("digits-mlp", f"downpour ps {GPIPE}", cluster, workers=4)
 
 

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, fields
-from typing import ClassVar
+from typing import ClassVar, Literal, get_origin
 
 import pytest
 from support.wording import raising
@@ -11,11 +11,12 @@ import dure
 from dure.codec.feedback import Momentum
 from dure.codec.floats import Float16
 from dure.core.catalogue import combines, load
-from dure.core.spec_text import MemberSpec, parse_members, parse_value, value_text
+from dure.core.spec_text import MemberSpec, check_values, parameters, parse_members, parse_value, value_text
 from dure.errors import StrategyError, UsageError
 from dure.run.strategy import AXES, REMEDY, WRAPPER, Strategy, by_axis, catalogue, check_codec_name, make, member_text
 from dure.sync.averaging import Averaging
 from dure.sync.bsp import BSP
+from dure.sync.downpour import Downpour
 from dure.sync.ssp import SSP
 from dure.topology.base import topology_of
 from dure.topology.collective.choice import Collective
@@ -47,6 +48,40 @@ def test_order_of_members_does_not_matter():
 
 def test_objects_and_text_may_be_mixed():
     assert Strategy.of(SSP(bound=1), "ps:shards=2") == Strategy.parse("ssp:bound=1 ps:shards=2")
+
+
+@pytest.mark.parametrize(
+    ("member", "refusal"),
+    [
+        (
+            lambda: Downpour(server="momentum"),
+            "Downpour: server must be job or sgd or adagrad or adam, got 'momentum'.",
+        ),
+        (lambda: SSP(form="copy"), "SSP: form must be snapshot or rmw, got 'copy'."),
+        (lambda: Downpour(n_push=1.5), "Downpour: n_push must be an integer, got 1.5."),
+        (lambda: Downpour(overlap="no"), "Downpour: overlap must be true or false, got 'no'."),
+    ],
+)
+def test_values_of_an_object_are_checked_as_those_of_its_text(member, refusal):
+    with pytest.raises(StrategyError) as refused:
+        Strategy.of(member())
+    assert str(refused.value) == refusal
+
+
+def test_each_choice_of_each_member_is_checked():
+    checked_choices = 0
+    for axis in (*AXES, REMEDY, WRAPPER):
+        for place in catalogue(axis).values():
+            for parameter in parameters(load(place)):
+                if get_origin(parameter.annotation) is Literal:
+                    member = object.__new__(load(place))
+                    for each in parameters(load(place)):
+                        object.__setattr__(member, each.field, each.default)
+                    object.__setattr__(member, parameter.field, "nothing")
+                    with pytest.raises(StrategyError, match=f"{parameter.name} must be .* or .*, got 'nothing'"):
+                        check_values(axis, member)
+                    checked_choices += 1
+    assert checked_choices > 20
 
 
 def test_text_shows_the_first_parameter_and_what_differs():

@@ -28,6 +28,8 @@ PLACES = (
     (re.compile(re.escape(str(ROOT))), "ROOT"),
     (re.compile(r"0x[0-9a-f]{6,}"), "ADDRESS"),
     (re.compile(r"127\.0\.0\.1:\d+"), "127.0.0.1:PORT"),
+    (re.compile(r"(?<=more than this machine has, )[\d,]*\d"), "MEMORY"),
+    (re.compile("Name or service not known|Temporary failure in name resolution"), "NO SUCH NAME"),
 )
 """Parts of a text that differ between machines and runs, and their names."""
 

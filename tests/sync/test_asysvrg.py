@@ -382,7 +382,6 @@ def test_a_frozen_process_is_left_behind_and_taken_in_again(fork_server):
         ({"inner": math.inf}, "passes"),
         ({"inner": math.nan}, "passes"),
         ({"portion": 0}, "samples"),
-        ({"lock": "read"}, "must"),
     ],
 )
 def test_bad_parameters_are_explained(given, said):

@@ -371,10 +371,9 @@ def test_a_bad_decay_is_explained(method, decay):
         method(decay=decay)
 
 
-@pytest.mark.parametrize(("given", "said"), [({"batch": 0}, "mini-batches"), ({"scale": "max"}, "scale")])
-def test_bad_parameters_are_explained(given, said):
-    with raising(ValueError, said):
-        HogBatch(**given)
+def test_a_batch_of_nothing_is_explained():
+    with raising(ValueError, "mini-batches"):
+        HogBatch(batch=0)
 
 
 @pytest.mark.parametrize("topology", ["ps", "collective"])

@@ -127,8 +127,6 @@ def test_a_method_without_stale_gradients_is_refused_with_the_reason(name: str) 
         (lambda: DCASGD(lambda0=math.nan), "lambda0"),
         (lambda: DCASGD(rho=1), "squares"),
         (lambda: DCASGD(eps=0), "keeps"),
-        (lambda: DCASGD(mode="both"), "adaptive"),
-        (lambda: DCASGD(squares="both"), "squares"),
         (lambda: MomentumCompensation(target=1), "momentum"),
     ],
 )

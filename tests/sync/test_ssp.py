@@ -184,8 +184,6 @@ def test_it_is_stable_below_the_bound_of_its_greatest_delay(bound, form):
 
 
 def test_parameters_that_make_no_sense_are_refused():
-    with raising(ValueError, "cache"):
-        SSP(form="cache")  # type: ignore[arg-type]
     with raising(ValueError, "bound=3"):
         SSP(bound=math.inf, form="rmw")
 

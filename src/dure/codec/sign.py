@@ -60,10 +60,6 @@ class Sign(Codec):
     )
     scaled: bool = parameter(False, "messages have the mean magnitude too, and are averaged instead of voted on")
 
-    def __post_init__(self) -> None:
-        if self.zeros not in ("positive", "random"):
-            raise ValueError(f'zeros must be "positive" or "random", got {self.zeros!r}.')
-
     def coder(self, layout: SliceLayout, seed: int = 0) -> _SignCoder:
         return _SignCoder(layout.numel, scaled=self.scaled, seed=seed if self.zeros == "random" else None)
 
@@ -178,10 +174,6 @@ class ITSign(Codec):
     )
 
     def __post_init__(self) -> None:
-        if self.granularity not in ("worker", "coordinate"):
-            raise ValueError(f'granularity must be "worker" or "coordinate", got {self.granularity!r}.')
-        if self.zeros not in ("abstain", "random", "positive"):
-            raise ValueError(f'zeros must be "abstain", "random" or "positive", got {self.zeros!r}.')
         if self.start is not None and self.start < 0:
             raise ValueError(f"start counts rounds and must be >= 0, got {self.start}. Use 10.")
         if not 0 < self.least < 0.5:

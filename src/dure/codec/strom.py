@@ -54,8 +54,6 @@ class Strom(Codec):
     def __post_init__(self) -> None:
         if not 0 < self.threshold < math.inf:
             raise ValueError(f"threshold must be above 0 and finite, got {self.threshold}. Use 0.01.")
-        if self.coding not in ("range", "rice"):
-            raise ValueError(f'coding must be "range" or "rice", got {self.coding!r}.')
 
     def coder(self, layout: SliceLayout, seed: int = 0) -> FeedbackCoder:
         return FeedbackCoder(_ThresholdCoder(layout.numel, self.threshold, self.coding))

@@ -39,10 +39,6 @@ class Ternary(Codec):
         "entropy", "entropy: the smaller messages; planes: 2 bits per element, faster"
     )
 
-    def __post_init__(self) -> None:
-        if self.coding not in ("entropy", "planes"):
-            raise ValueError(f'coding must be "entropy" or "planes", got {self.coding!r}.')
-
     def coder(self, layout: SliceLayout, seed: int = 0) -> Coder:
         return (_EntropyCoder if self.coding == "entropy" else _PlanesCoder)(layout.numel)
 

@@ -110,6 +110,16 @@ def typed(member: MemberSpec, kind: type) -> dict[str, Any]:
     return values
 
 
+def check_values(name: str, member: Any) -> None:
+    """Check the parameters of an object as its text is checked. Raises `StrategyError`."""
+    for parameter in parameters(type(member)):
+        value = getattr(member, parameter.field)
+        try:
+            parse_value(value_text(value), parameter.annotation)
+        except ValueError as error:
+            raise StrategyError(f"{name}: {parameter.name} must be {error}, got {value!r}.") from error
+
+
 def parameters(kind: type) -> tuple[Parameter, ...]:
     """The parameters of a member: the fields of the dataclass `kind`.
 

@@ -272,16 +272,16 @@ def _check_pipeline(setup: Setup, pipeline: Pipeline) -> None:
 
 def _check_events(setup: Setup, cluster: Cluster) -> None:
     """Raise `UsageError` if a worker crashes or joins in a run that needs every worker all the time."""
-    over = ("collectives", "Use a parameter server: --topology ps")
+    remedy = "Leave the event out, or take a method over servers, such as bsp with --topology ps."
     if setup.stages is not None:
-        over = ("the parts of a model", "Leave the event out, or the partition")
+        remedy = "Leave the event out, or the partition."
     elif not setup.topology.needs_everybody:
         return
     for event in cluster.events:
         if event.kind in ("crash", "join") and event.worker < setup.workers:
             raise UsageError(
-                f"the cluster lets worker {event.worker} {event.kind} at {event.at:g} s, and {setup.strategy} runs "
-                f"over {over[0]}, which need every worker all the time. {over[1]}."
+                f"the cluster lets worker {event.worker} {event.kind} at {event.at:g} s, and {setup.strategy} "
+                f"needs every worker all the time. {remedy}"
             )
 
 

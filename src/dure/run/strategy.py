@@ -26,7 +26,17 @@ from dure.codec.fp32 import Float32
 from dure.core import user_code
 from dure.core.catalogue import Catalogue, combines, load, place_of
 from dure.core.catalogue import name_of as name_in_catalogue
-from dure.core.spec_text import REQUIRED, MemberSpec, names, nearest, parameters, parse_members, typed, value_text
+from dure.core.spec_text import (
+    REQUIRED,
+    MemberSpec,
+    check_values,
+    names,
+    nearest,
+    parameters,
+    parse_members,
+    typed,
+    value_text,
+)
 from dure.errors import StrategyError, UsageError
 from dure.partition.mesh import Mesh, pipeline_of
 from dure.partition.pipeline import Pipeline
@@ -301,6 +311,8 @@ def checked(axis: str, choice: Any) -> Any:
         raise StrategyError(f"{axis}={choice!r} is no {axis}. {MEMBERS[axis]}")
     if found != axis:
         raise StrategyError(f"{axis}={name}(...) is a {found}, not a {axis}: write {found}={name}(...).")
+    for member in _members(choice):
+        check_values(type(member).__name__, member)
     return choice
 
 

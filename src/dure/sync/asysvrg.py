@@ -82,8 +82,6 @@ class AsySVRG:
             raise ValueError(f"inner counts passes over the data per epoch and must be > 0, got {self.inner}. Use 2.")
         if self.portion < 1:
             raise ValueError(f"portion counts samples and must be >= 1, got {self.portion}. Use 128.")
-        if self.lock not in ("none", "write", "readwrite"):
-            raise ValueError(f'lock must be "none", "write" or "readwrite", got {self.lock!r}.')
 
     def server_rule(self, optimizer: OptimizerSpec) -> ServerRule:
         return ServerRule(optimizer, Barrier(), reduce="sum")

@@ -98,8 +98,6 @@ class HogBatch:
     def __post_init__(self) -> None:
         if self.batch < 1:
             raise ValueError(f"batch counts mini-batches per write and must be >= 1, got {self.batch}. 1 is hogwild.")
-        if self.scale not in ("mean", "sum"):
-            raise ValueError(f'scale must be "mean" or "sum", got {self.scale!r}.')
         _check_decay(self.decay)
 
     def server_rule(self, optimizer: OptimizerSpec) -> ServerRule:

@@ -88,9 +88,6 @@ class DCASGD:
             raise ValueError(f"eps keeps a root away from zero and must be above 0, got {self.eps}. Try 1e-7.")
         if not 0 <= self.rho < 1:
             raise ValueError(f"rho weighs past squares and must be at least 0 and below 1, got {self.rho}. Try 0.95.")
-        for name, choices in (("mode", ("constant", "adaptive")), ("squares", ("worker", "shared"))):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name} must be {' or '.join(choices)}, got {getattr(self, name)!r}.")
 
     def __radd__(self, method: Any) -> Any:
         return with_remedy(method, self)

@@ -71,8 +71,6 @@ class SSP:
     def __post_init__(self) -> None:
         if not self.bound >= 0:
             raise ValueError(f"bound counts clocks and must be >= 0, got {self.bound}. Use 0 for BSP or inf for ASP.")
-        if self.form not in ("snapshot", "rmw"):
-            raise ValueError(f'form must be "snapshot" or "rmw" (read my writes), got {self.form!r}.')
         if self.form == "rmw" and self.bound == math.inf:
             raise ValueError("form=rmw uses a cache until it is too old for bound: with inf it never is. Use bound=3.")
 

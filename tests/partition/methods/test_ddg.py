@@ -141,5 +141,3 @@ def test_on_processes_bits_and_bytes_are_those_of_virtual_time():
 def test_parameters_that_exclude_each_other_are_refused():
     with raising(ValueError, "features-replay"):
         dure.DDG(weights="current", remat=True)
-    with raising(ValueError, "old"):
-        dure.DDG(weights="old")

@@ -320,7 +320,6 @@ def test_classes_without_a_column_each_are_refused():
     [
         ({"remat": True}, "forward"),
         ({"hidden": -1}, "layers"),
-        ({"optimizer": "lbfgs"}, "lbfgs"),
         ({"rate": float("inf")}, "number"),
     ],
 )

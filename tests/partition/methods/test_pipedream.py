@@ -6,9 +6,7 @@ import pytest
 import torch
 from support.chains import play
 from support.delayed import delayed, sgd
-from support.wording import raising
 
-import dure
 from dure.partition.methods.pipedream import PipeDream
 from dure.partition.stage import Stage
 
@@ -98,10 +96,3 @@ def test_a_stage_moves_to_other_memory_before_its_weights_change_under_a_stash()
     run = play("pipedream", 3)
     for stage in run.stages:
         assert len(stage._free) <= stage.counts.most_versions - 1  # no more memory than versions
-
-
-def test_words_that_name_no_rule_are_refused():
-    with raising(ValueError, "horizontal"):
-        dure.PipeDream(sync="horizontal")
-    with raising(ValueError, "all"):
-        dure.PipeDream(ahead="all")

@@ -327,5 +327,3 @@ def test_its_text_is_read_back(text):
 def test_what_makes_no_sense_is_refused(text, words):
     with raising(StrategyError, words):
         make(text)
-    with raising(ValueError, "algorithm"):
-        Collective("star")

@@ -53,8 +53,6 @@ class DDG(Pipeline):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.weights not in ("snapshot", "current"):
-            raise ValueError(f"weights must be snapshot or current, got {self.weights!r}")
         if self.remat and self.weights == "current":
             raise ValueError(
                 "remat=true computes the activations again, and weights=current needs those of the forward: write "

@@ -65,8 +65,6 @@ class DNI(Pipeline):
         super().__post_init__()
         if self.hidden < 0:
             raise ValueError(f"hidden counts layers and must be at least 0, got {self.hidden}")
-        if self.optimizer not in ("sgd", "adam"):
-            raise ValueError(f"optimizer must be sgd or adam, got {self.optimizer!r}")
         if not 0 <= self.rate < float("inf"):
             raise ValueError(f"rate must be a number >= 0, got {self.rate}. Try 0.9 for sgd, 0.001 for adam.")
         if self.remat:

@@ -49,8 +49,6 @@ class Petrowski(Pipeline):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.acts not in ("fifo", "overwritten"):
-            raise ValueError(f"acts must be fifo or overwritten, got {self.acts!r}")
         if self.remat:
             raise ValueError(
                 "remat=true would compute the activations of a backward at the newest weights, and this method uses "

@@ -53,13 +53,6 @@ class PipeDream(Pipeline):
     )
     ahead: Literal["few", "many"] = parameter("few", "forwards ahead at stage k: K - k, or 2 (K - k) as in petrowski")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.sync not in ("none", "vertical"):
-            raise ValueError(f"sync must be none or vertical, got {self.sync!r}")
-        if self.ahead not in ("few", "many"):
-            raise ValueError(f"ahead must be few or many, got {self.ahead!r}")
-
     def order(self, rank: int, batches: range) -> Iterator[Action]:
         return (stale if self.ahead == "many" else pipedream)(rank, self.stages, batches)
 

@@ -53,8 +53,6 @@ class SpecTrain(Pipeline):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.predicts not in ("velocity", "carry"):
-            raise ValueError(f"predicts must be velocity or carry, got {self.predicts!r}")
         if self.remat:
             raise ValueError(
                 "remat=true would compute the activations of a backward at its own prediction, and spectrain uses "

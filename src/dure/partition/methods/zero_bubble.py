@@ -41,11 +41,6 @@ class ZeroBubble(MicroBatched):
         "h1", "order: with the memory of 1F1B (h1), with twice of it (h2), or two chunks in a V (v)"
     )
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.schedule not in ORDERS:
-            raise ValueError(f"schedule must be h1, h2 or v, got {self.schedule!r}")
-
     @property
     def chunks(self) -> int:
         return 2 if self.schedule == "v" else 1

@@ -7,9 +7,6 @@ from typing import ClassVar, Literal
 
 from dure.core.catalogue import parameter
 
-ALGORITHMS = ("engine", "ring", "tree", "halving-doubling", "hierarchical", "torus", "all-to-all")
-"""Collectives by name."""
-
 HOSTED = ("hierarchical", "torus")
 """Those that distinguish the ranks of a host from others."""
 
@@ -43,8 +40,6 @@ class Collective:
     deployed_as: ClassVar[str] = "dure.topology.collective.topology:CollectiveTopology"
 
     def __post_init__(self) -> None:
-        if self.algorithm not in ALGORITHMS:
-            raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}, got {self.algorithm!r}.")
         if self.per_host is not None and self.per_host < 1:
             raise ValueError(
                 f"per_host, the workers on each host, must be at least 1, got {self.per_host}. Write "

@@ -43,8 +43,6 @@ class ParameterServer:
     def __post_init__(self) -> None:
         if self.shards < 1:
             raise ValueError(f"shards counts servers and must be >= 1, got {self.shards}. Use 1 for a single server.")
-        if self.split not in SPLITS:
-            raise ValueError(f"split must be {', '.join(SPLITS[:-1])} or {SPLITS[-1]}, got {self.split!r}.")
         if self.bound < 1:
             raise ValueError(f"bound counts elements and must be >= 1, got {self.bound}. Use 1 to cut every layer.")
         if self.bound != BOUND and self.split != "hybrid":

@@ -30,7 +30,5 @@ class SharedMemory:
     deployed_as: ClassVar[str] = "dure.topology.shared_memory.topology:SharedMemoryTopology"
 
     def __post_init__(self) -> None:
-        if self.mode not in ("racy", "atomic"):
-            raise ValueError(f'mode must be "racy" or "atomic", got {self.mode!r}.')
         if self.locks < 1:
             raise ValueError(f"locks counts ranges of the model and must be >= 1, got {self.locks}. Use 1 for one.")
