@@ -12,6 +12,7 @@ from support.wording import raising
 
 import dure
 from dure.codec import CATALOGUE
+from dure.codec.ternary import Ternary
 from dure.errors import StrategyError
 
 TRAIN = """
@@ -605,3 +606,5 @@ def test_a_hook_is_made_without_ranks_and_names_of_codecs_are_checked_at_once():
     assert dure.hook("sign").codec is not None
     with raising(StrategyError, "nothing"):
         dure.hook("nothing")
+    with raising(StrategyError, "coding", "planes"):
+        dure.hook(Ternary(coding="huffman"))

@@ -228,12 +228,12 @@ class Strategy:
         partition: Partition | str | None = None,
     ) -> Strategy:
         """From one choice per axis, each an object, its text, or None for the default. Raises `StrategyError`."""
-        method = _resolve("sync", sync)
+        method = resolved("sync", sync)
         return cls(
             sync=method,
-            topology=_resolve("topology", topology if topology is not None else _default_topology(method)),
-            codec=_resolve("codec", codec),
-            partition=_resolve("partition", partition),
+            topology=resolved("topology", topology if topology is not None else _default_topology(method)),
+            codec=resolved("codec", codec),
+            partition=resolved("partition", partition),
         )
 
     def text(self) -> dict[str, str]:
@@ -503,7 +503,8 @@ def _call_text(axis: str, member: Any) -> str:
     return f"{name}:{','.join(shown)}" if shown else name
 
 
-def _resolve(axis: str, choice: Any) -> Any:
+def resolved(axis: str, choice: Any) -> Any:
+    """The member of an axis: an object as it is, one made from its text, or the default. Raises `StrategyError`."""
     if choice is None:
         choice = DEFAULTS[axis]
     if isinstance(choice, str) and len(choice.split()) > 1:

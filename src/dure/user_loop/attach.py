@@ -25,7 +25,7 @@ from dure.codec.fp32 import Float32
 from dure.errors import UsageError
 from dure.job.replica import Replica
 from dure.partition.whole import Whole
-from dure.run.strategy import Strategy, catalogue, make, member_text, name_of
+from dure.run.strategy import Strategy, catalogue, member_text, name_of, resolved
 from dure.runtime.launch.monitor import RankMonitor
 from dure.runtime.launch.rendezvous import RankEnvironment, Rendezvous, credentials_of, met, place
 from dure.runtime.process.node import ProcessNode
@@ -116,7 +116,7 @@ def attach(
 
 def _chosen(sync: Any, topology: Any, codec: Codec | str | None, partition: Partition | str | None) -> Strategy:
     """The strategy of these members. Raises `UsageError` for one that runs with `dure.train` only."""
-    coded = make(codec, "codec") if isinstance(codec, str) else codec or Float32()
+    coded = resolved("codec", codec)
     if not isinstance(coded, Float32):
         raise UsageError(
             "dure.attach sends float32. In a loop of your own codecs go with DistributedDataParallel: "

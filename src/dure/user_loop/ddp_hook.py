@@ -44,7 +44,7 @@ from dure.codec.fp32 import Float32
 from dure.core.text import log
 from dure.core.vectors import equal_ranges
 from dure.errors import CheckpointError, DivergedError, UsageError
-from dure.run.strategy import check_joins, make, member_text
+from dure.run.strategy import check_joins, member_text, resolved
 from dure.user_loop.checks import raised
 
 _NOTHING = -1
@@ -271,7 +271,7 @@ def hook(codec: Codec | str, group: dist.ProcessGroup | None = None) -> "Hook":
     Raises `StrategyError` for what is no codec of the catalogue; `UsageError`, at the first bucket, where there are no
     ranks.
     """
-    made = make(codec, "codec") if isinstance(codec, str) else codec
+    made = resolved("codec", codec)
     check_joins(made)
     return Hook(made, group)
 
