@@ -35,14 +35,18 @@ OVERFLOWING = ("bsp", "averaging:period=5", f"averaging:period=5 {RING.split()[1
 ALL = ("bsp", "averaging:period=3", "downpour", "ssp:bound=3", "bsp ps", "averaging:period=3 ps", RING)
 
 LONG = (
+    "accumulate",
     "adversaries",
     "beside_ddp",
     "channels_last",
     "constants",
     "groups",
     "learns",
+    "leaves_during_backward_with_ddp",
     "other_fails",
     "owner_fails",
+    "quorum_of_the_living",
+    "repeats_a_wide_backward",
     "uneven",
     "uneven_whole",
 )

@@ -242,6 +242,7 @@ def test_clipping_under_bsp_is_of_the_mean(ranks):
     assert close(ranks[0]["clipping"][1], plain(steps=3, clip=0.1))
 
 
+@pytest.mark.long
 def test_accumulated_halves_are_the_whole(ranks):
     assert close(ranks[0]["accumulate"], plain())
 
@@ -258,6 +259,7 @@ def test_slices_leave_during_the_backward_of_the_last_micro_batch(ranks):
         assert last < events.index(5) < events.index(640 * 641) < events.index("0.weight", last)
 
 
+@pytest.mark.long
 def test_accumulation_and_clipping_equal_ddp(ranks):
     for rank in ranks:
         ours, ddp = rank["leaves_during_backward"], rank["leaves_during_backward_with_ddp"]
@@ -307,6 +309,7 @@ def test_an_error_at_one_rank_is_heard_at_the_other(ranks):
         assert ranks[1]["one_fails"][strategy][0] == "OverflowError"
 
 
+@pytest.mark.long
 def test_a_rank_that_fails_does_not_count_as_one_that_has_finished(ranks):
     assert [rank["quorum_of_the_living"] for rank in ranks] == [6, None]
 
@@ -349,7 +352,7 @@ def test_a_backward_that_failed_before_its_gradient_left_can_be_repeated(ranks):
 @pytest.mark.parametrize(
     ("case", "words"),
     [
-        ("repeats_a_wide_backward", "has not come to its end"),
+        pytest.param("repeats_a_wide_backward", "has not come to its end", marks=pytest.mark.long),
         ("goes_on_after_two_backwards", "backward() ran twice"),
         ("adds_a_group", "parameter '3.weight' was added after the replica was made"),
     ],

@@ -88,22 +88,17 @@ def run(folder, *programs, processes=2):
     return dict(zip(programs, map(json.loads, done.stdout.splitlines()), strict=True))
 
 
-PAIR = (
-    "early 1bit",
-    "train none 5",
-    "train fp32 5",
-    "overflow 1bit",
-    "uncalled sign+momentum",
-    "dtypes all",
-    "hard sign",
-)
+PAIR = ("early 1bit", "train none 5", "train fp32 5", "overflow 1bit", "uncalled sign+momentum")
+LONG_PAIR = ("dtypes all", "hard sign")
+"""Programs of tests for `make all`."""
 THREE = (f"train sign {STEPS}", "restart 1bit", "columns 1bit:feedback=false")
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    """Of two ranks."""
-    return run(tmp_path_factory.mktemp("pair"), *PAIR)
+def pair(tmp_path_factory, request):
+    """Of two ranks; without the long programs in `make test`."""
+    programs = PAIR if "not long" in request.config.option.markexpr else PAIR + LONG_PAIR
+    return run(tmp_path_factory.mktemp("pair"), *programs)
 
 
 @pytest.fixture(scope="module")
@@ -535,6 +530,7 @@ if rank == 0:
 """
 
 
+@pytest.mark.long
 def test_gradients_of_every_type_are_exchanged_or_refused(pair):
     """All types in one model. Gradients are plus or minus a number, of which no codec loses anything."""
     found = pair["dtypes all"]
@@ -545,6 +541,7 @@ def test_gradients_of_every_type_are_exchanged_or_refused(pair):
     assert found["refused"].startswith("the gradients of the parameters of shape (5, 37), (9,) are torch.float8_e5m2")
 
 
+@pytest.mark.long
 def test_fp32_is_what_distributed_data_parallel_does_bit_for_bit(pair):
     assert pair["dtypes all"]["whole"]
     assert pair["dtypes all"]["compared"] == 3 * 4 * 14
