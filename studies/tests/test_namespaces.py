@@ -138,7 +138,7 @@ def test_what_is_missing_is_said(lost: str, monkeypatch: pytest.MonkeyPatch) -> 
 def test_without_root_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(namespaces.shutil, "which", lambda name: f"/sbin/{name}")
     monkeypatch.setattr(namespaces.os, "geteuid", lambda: 1000)
-    assert "made by root alone" in namespaces.missing()
+    assert "only root can make" in namespaces.missing()
 
 
 @here

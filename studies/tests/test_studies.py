@@ -58,10 +58,10 @@ def judged(study, rows):
 
 def test_statements_about_periods_follow_the_rows():
     rows = rows_of(elastic.STUDY, accuracy=0.95, distance=0.1)
-    assert judged(elastic.STUDY, rows)["EASGD bears a period of 64: at least 90 %"]
+    assert judged(elastic.STUDY, rows)["EASGD keeps at least 90 % at a period of 64"]
     rows["EASGD, period 64"]["accuracy"] = 0.85
     found = judged(elastic.STUDY, rows)
-    assert not found["EASGD bears a period of 64: at least 90 %"]
+    assert not found["EASGD keeps at least 90 % at a period of 64"]
     assert not found["EASGD's accuracies at the periods 1 to 64 differ by at most 3 points"]
 
 

@@ -95,9 +95,9 @@ def loops(values, losses, works):
 @pytest.mark.parametrize(
     ("spoil", "fault"),
     [
-        (one_bit_by_size, "bits depend on the company"),
-        (one_bit_of_the_last, "bits depend on the company"),
-        (loss_by_place, "bits depend on the company"),
+        (one_bit_by_size, "bits depend on the other gradients"),
+        (one_bit_of_the_last, "bits depend on the other gradients"),
+        (loss_by_place, "bits depend on the other gradients"),
         (wrong_everywhere, "differs from the one computed alone"),
         (refuses, "not this model"),
         (loops, "performance drop"),

@@ -1,4 +1,4 @@
-"""`cifar10-cnn`: three convolutions with batch norm on CIFAR-10. The built-in job that has buffers."""
+"""`cifar10-cnn`: three convolutions with batch norm on CIFAR-10. Its batch norm has buffers."""
 
 from __future__ import annotations
 

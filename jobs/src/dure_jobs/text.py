@@ -1,4 +1,4 @@
-"""`embedding-text`: classifies film reviews as good or bad. The built-in job whose gradients are sparse."""
+"""`embedding-text`: classifies film reviews as good or bad. Its gradients are sparse."""
 
 from __future__ import annotations
 

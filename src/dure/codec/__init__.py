@@ -1,4 +1,4 @@
-"""The codec axis: what goes on the wire. One line per member; its class states the rest (`core.catalogue`).
+"""The codec axis: the encodings of messages. One line per member; its class states the rest (`core.catalogue`).
 
 A wrapper joins a codec by `+`, as in `sign:scaled=true+ef`.
 

@@ -25,7 +25,7 @@ JOINED = {"joined": True}
 
 @dataclass(frozen=True, slots=True)
 class ErrorFeedback(Codec):
-    """Error feedback: what the codec loses of one message is added to the next.
+    """Error feedback: the encoding error of one message is added to the next.
 
     Codecs for votes cannot have it, since a decoded sign is no estimate of the encoded value.
     """

@@ -107,7 +107,8 @@ class _TwoMeansCoder(DenseCoder):
     def _split(self, values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Whether each element of a column is at least 0, and the floats of the message. Sums have the type `dtype`.
 
-        On the CPU, each piece is checked while it is in the cache. Elsewhere a mean of NaN and infinity tells of them.
+        On the CPU, each piece is checked while it is in the cache. Elsewhere the caller checks the floats: the mean of
+        a column with NaN or infinity is not finite either.
         """
         on_cpu, pieces = values.device.type == "cpu", self._pieces(values)
         positive = empty(self.numel - self._plain, values, torch.bool)

@@ -31,7 +31,7 @@ _COUNT = 4  # bytes of the number of signs
 
 @dataclass(frozen=True, slots=True)
 class Strom(Codec):
-    """The position and sign of every element that has grown beyond `threshold`; the rest waits."""
+    """The position and sign of every element that has grown beyond `threshold`; the residual keeps the rest."""
 
     paper: ClassVar[str] = (
         "Strom, Scalable Distributed DNN Training Using Commodity GPU Cloud Computing, Interspeech 2015"

@@ -80,7 +80,9 @@ def fit(rows: Sequence[Sequence[float]]) -> Fit:
     scale = np.abs(x).max(axis=0)  # the solver needs columns of similar size; seconds per byte are tiny
     matrix = np.hstack([np.ones_like(y), x / scale]) / y
     if len(rows) < matrix.shape[1] or np.linalg.matrix_rank(matrix) < matrix.shape[1]:
-        raise UsageError(f"{matrix.shape[1]} constants cannot be told from {len(rows)} measurements like these.")
+        raise UsageError(
+            f"{len(rows)} measurements do not determine {matrix.shape[1]} constants: measure more different sizes."
+        )
     solution = _least_squares(matrix)
     residual = float(np.sqrt(np.mean((matrix @ solution - 1) ** 2)))
     start, *slopes = (_rounded(value, 9) for value in (solution / [1.0, *scale]))

@@ -370,7 +370,7 @@ class Node(Protocol):
         """Receive the next message from `peer` with `tag` into `into`, which has as many elements.
 
         Messages between two nodes with one tag keep their order. A runtime of processes raises `PeerLost` if `peer` is
-        lost; virtual time may wait on. A service of the node is told of the loss in either case (`lost`).
+        lost; virtual time may wait on. Both call `lost` of the node's services.
         """
         ...
 

@@ -57,7 +57,7 @@ class Names:
 
 
 class NodeView:
-    """`node` of a run, as one of the nodes that `names` names. Operations are those of the node."""
+    """The node `node` of a run under the names of a set: translates the names of peers, and passes operations on."""
 
     def __init__(self, node: Node, names: Names) -> None:
         self.real = node
@@ -157,7 +157,7 @@ class GroupView:
 
 
 class ServiceView:
-    """A service that is told of callers and of lost nodes by their names among themselves."""
+    """Passes calls and losses of nodes to `service`, with the names that the nodes have in the set."""
 
     def __init__(self, service: Service, names: Names) -> None:
         self._service = service
@@ -177,7 +177,7 @@ class ServiceView:
         return self._service.expects(method)
 
     def lost(self, name: str) -> None:
-        """Tell the service of a lost node of the set; the others are none of its own."""
+        """Report the loss of a node to the service, unless another set has the node."""
         lost = getattr(self._service, "lost", None)
         if lost is not None and self._names.has(name):
             lost(self._names.inside(name))

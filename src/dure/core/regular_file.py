@@ -43,7 +43,7 @@ def read_regular(path: Path, most: int = LARGEST) -> bytes:
 
 
 def check_output(path: Path) -> None:
-    """Raise `UsageError` if a file could not be written to `path`, as far as that can be told before its content is."""
+    """Raise `UsageError` if the folder of `path`, or an object that exists there, shows that no file can be written."""
     folder = path.absolute().parent
     cause = None
     if not folder.is_dir():

@@ -81,7 +81,7 @@ def parse_member(text: str) -> MemberSpec:
         if not (key and equals and value):
             raise StrategyError(f'"{text}" has "{item}" for a parameter: write NAME:KEY=VALUE,KEY=VALUE.')
         if key in given:
-            raise StrategyError(f'"{text}" gives {key} twice.')
+            raise StrategyError(f'"{text}" gives {key} twice: write it once.')
         given[key] = value
     if not name.strip():
         raise StrategyError(f'"{text}" has no name: write NAME or NAME:KEY=VALUE,KEY=VALUE.')

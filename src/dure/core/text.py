@@ -4,7 +4,8 @@ A terminal obeys control characters: they move the cursor, set the title, or rev
 replaces them where text reaches a terminal or a page. `shortened` bounds the length of a message, `quoted` that of a
 value in one.
 
-The log of dure, `logging.getLogger("dure")`, whose messages quote files, records and users' code.
+`log` is the log of dure, `logging.getLogger("dure")`. Its messages quote files, records and users' code, so a filter
+makes them printable.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ def kind(file: str, name: str) -> type:
         module = run(file)
     found = getattr(module, name, None)
     if not isinstance(found, type):
-        raise UsageError(f"{file} has no class {name!r}.")
+        raise UsageError(f"{file} has no class {name!r}. Write FILE.py:CLASS.")
     return found
 
 

@@ -1,1 +1,1 @@
-"""What is trained: a model, a loss, data, an optimizer; and how gradients are computed."""
+"""Jobs: a model, a loss, data and an optimizer; and the computation of gradients."""

@@ -105,6 +105,7 @@ class GradientEngine:
         self._in_place: dict[int, Tensor] = {}
         self._parameters = self.replica.parameters
         self._is_irregular = _is_irregular(self.replica)
+        # PyTorch's own losses draw no random numbers; without draws a computation saves the time of a seed.
         self._may_draw = self._is_irregular or getattr(job.loss, "__module__", "") != functional.__name__
         self._alone = "one at a time was asked for" if exact else _why_alone(self.replica)
         self._decisions: dict[Any, _Decision] = {}
@@ -301,7 +302,7 @@ class GradientEngine:
         if place == replica.params.data_ptr():
             return
         if self._in_place:
-            # The address tells, since the same memory may come as another tensor.
+            # The address identifies the memory: the caller may pass another tensor over it.
             there = self._in_place.get(place)
             replica.move_to(self._home if there is None else there)
             if there is not None:
@@ -340,7 +341,7 @@ def _stacked(stacked: Stacked, works: Sequence[GradientWork]) -> _Computed:
 
 
 def _read_losses(computed: Sequence[_Computed]) -> None:
-    """Set the loss of each gradient. On an accelerator one transfer brings all losses, and tells if all are finite.
+    """Set the loss of each gradient. On an accelerator one transfer brings all losses, and a check of all values.
 
     The norm of all gradients together is finite only if each gradient is. Where it is not, receivers check each one.
     """

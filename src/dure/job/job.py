@@ -3,7 +3,7 @@
 A job is named by a word (`names.py`) or by `FILE.py:FUNCTION`, a function that returns a `Job`. Parameters follow the
 name, as in `mnist-mlp:depth=7,hidden=64`.
 
-A measurement whose number of samples nobody has asked for, such as the count of operations, uses a *trial batch*.
+A measurement without a given number of samples, such as the count of operations, uses a *trial batch*.
 Batch norm rejects a batch of one; a loss of pairs or triplets takes multiples of two or three.
 """
 

@@ -234,7 +234,7 @@ class Replica:
             self.bring_home(index)
 
     def _check_registered(self) -> None:
-        """Reject parameters and persistent buffers that are new or gone; other changes of the module are let through.
+        """Reject parameters and persistent buffers that are new or gone; other changes of the module are allowed.
 
         A layer without parameters may be replaced, and a layer may be wrapped: its parameters stay the same objects.
         """

@@ -446,7 +446,7 @@ def find_fault(
     for stack in _stacks(len(trial), stacked.fewest):
         again, again_losses = stacked.evaluate([trial[index] for index in stack])
         if not (_same_bits(again, values[stack]) and _same_bits(again_losses, losses[stack])):
-            return f"bits depend on the company, here of {len(stack)}"
+            return f"bits depend on the other gradients of a stack, here of {len(stack)}"
     for index in (0, len(trial) - 1):
         reference = alone(trial[index]).values
         error_size = (values[index] - reference).norm()
@@ -476,4 +476,5 @@ def _variant(work: GradientWork, shift: int) -> GradientWork:
 
 
 def _same_bits(left: Tensor, right: Tensor) -> bool:
+    # as bytes: as floats, NaN would differ from itself, and 0 equal -0
     return torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8))

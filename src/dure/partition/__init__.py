@@ -1,4 +1,4 @@
-"""How is the model split? One line per member; the class describes the rest (`core.catalogue`)."""
+"""The partition axis: the split of the model. One line per member; the class describes the rest (`core.catalogue`)."""
 
 __all__ = ["CATALOGUE", "PIPELINES", "SHARING"]
 

@@ -147,8 +147,8 @@ def refuse_hooks(module: nn.Module, blocks: Sequence[nn.Module]) -> None:
     for name, parameter in module.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise UsageError(
-                f"the parameter {name!r} has a hook on its gradient, which a stage, with a part of the flat parameters "
-                "in its place, does not run. Register the hook on a tensor in the model's forward, or leave the "
+                f"the parameter {name!r} has a hook on its gradient, and a stage does not run it: the stage computes "
+                "with flat parameters in its place. Register the hook on a tensor in the model's forward, or leave the "
                 "partition out."
             )
     inside = {id(part) for block in blocks for part in block.modules()}

@@ -112,7 +112,10 @@ def plan(
     Raises `StrategyError` if no plan exists, or none fits the memory of a worker.
     """
     if memory_nbytes < math.inf and len(levels) > 1:
-        raise StrategyError("a limit of memory needs one level of workers: the stages of a level do not know the rest.")
+        raise StrategyError(
+            f"a limit of memory needs one level of workers, got {len(levels)}: a level does not know the mini-batches "
+            "in flight of the others. Leave memory_nbytes out, or plan for one level."
+        )
     blocks = len(profile.blocks)
     unit: _Unit = _Worker(profile)
     for level in levels:
@@ -122,8 +125,8 @@ def plan(
         workers = math.prod(level.workers for level in levels)
         limit = f" with at most {memory_nbytes:,.0f} bytes each" if memory_nbytes < math.inf else ""
         raise StrategyError(
-            f"no plan puts these {blocks} blocks on {workers} workers{limit}: every stage needs a block "
-            "with parameters, and room for the mini-batches in flight. Use other numbers of workers, or smaller blocks."
+            f"no plan puts these {blocks} blocks on {workers} workers{limit}: every stage needs a block with "
+            "parameters, and memory for the mini-batches in flight. Use other numbers of workers, or smaller blocks."
         )
     return StagePlan(programme.stages(0, blocks), seconds)
 
@@ -209,7 +212,7 @@ class _Programme:
         return min(found)
 
     def _bound(self, stop: int) -> float:
-        """The seconds of a plan of the blocks up to `stop`: parts of plans that are slower need not be looked at."""
+        """An upper bound of the seconds of the best plan of the blocks up to `stop`; `_times` skips slower parts."""
         simple = [each for each in (1, self.level.workers) if each in self.replicas]
         return float(self._times(stop, math.inf, simple)[0, -1]) if len(self.replicas) > len(simple) > 0 else math.inf
 
@@ -248,7 +251,7 @@ class _Programme:
         return seconds
 
     def _fits(self, start: int, ends: slice, count: int) -> NDArray[np.bool_]:
-        """Whether a worker has room for the mini-batches in flight, with 0, 1, ... units behind the stage."""
+        """Whether a worker has memory for the mini-batches in flight, with 0, 1, ... units behind the stage."""
         in_flight = -(-np.arange(count, self.level.workers + 1) // count)
         fits: NDArray[np.bool_] = np.outer(self._kept[ends] - self._kept[start], in_flight) <= self.memory_nbytes
         return fits
@@ -289,7 +292,7 @@ class Speeds(NamedTuple):
 
 
 ANY = Speeds()
-"""Speeds where none are known."""
+"""Speeds of unknown machines: links without limit, and no measured times."""
 
 
 def is_by_profile(cuts: str) -> bool:

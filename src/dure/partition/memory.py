@@ -42,7 +42,7 @@ class MemoryUse(NamedTuple):
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """The sum of all kinds."""
         return sum(self)
 
     def __str__(self) -> str:

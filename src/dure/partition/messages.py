@@ -125,7 +125,7 @@ class PortionBatches(StageBatches):
         self._drawn = {batch: indices}
 
     def _draw_to(self, batch: int) -> None:
-        """The samples are given."""
+        """Do nothing: `give` sets the samples."""
 
 
 TAGS = 1000

@@ -60,7 +60,7 @@ class PassShare(NamedTuple):
 
     @property
     def total(self) -> float:
-        """Both together."""
+        """The sum of both."""
         return self.call + self.work
 
     def split(self, fraction: float) -> float:

@@ -1,4 +1,4 @@
-"""The schedule of a pipeline on paper: the ticks of all workers' actions, and the weights that each reads.
+"""The schedule of a pipeline as data: the ticks of all workers' actions, and the weights that each reads.
 
 The tick scheduler plays the orders of all workers, and refuses a wrong one.
 

@@ -233,6 +233,8 @@ def _serve(channel: _Channel) -> None:
             return
         except BaseException as raised:  # noqa: BLE001  (the loop raises it)
             error = raised
+        # No reference while the thread waits: a function refers to its stage, and so to the object that ends the thread
+        # when it is freed.
         del function
         channel.to_loop.put((None, error))
         del error

@@ -1,4 +1,4 @@
-"""The source of gradients of a stage: plays the actions of its worker up to the next update, and what follows there.
+"""The source of gradients of a stage: plays the actions of its worker up to each update, and makes its exchanges.
 
 At an update the workers of one copy of a model exchange the gradients of tied parameters, and the norm of the whole.
 
@@ -248,7 +248,7 @@ class StageSource:
 async def played(stage: Stage, batches: range) -> AsyncIterator[Gradient]:
     """Play the order of a worker's actions for `batches`; give the gradient of each update.
 
-    An earlier drain leaves out the actions of later mini-batches: those of the others need none of them.
+    If the drain moves to an earlier mini-batch, the actions of later ones are left out: no other action needs them.
     """
     actions = _until_the_drain(stage, stage.pipeline.order(stage.rank, batches))
     window = list(islice(actions, AHEAD))

@@ -81,7 +81,9 @@ class GradientModel:
         """Go on from `state`. Raises `ValueError` where it belongs to a model of another size."""
         values = state.tensors["values"]
         if values.shape != self.values.shape:
-            raise ValueError(f"{values.numel()} values in place of {self.values.numel()}: it is another model's")
+            raise ValueError(
+                f"the state has {values.numel()} values, and this model {self.values.numel()}: it is another model's"
+            )
         self._optimizer.restore(State(under_prefix("optimizer.", state.tensors), state.plain))
         self.values.copy_(values)
 

@@ -10,9 +10,7 @@ Horgan et al., "Distributed Prioritized Experience Replay", ICLR 2018, algorithm
         every `send` transitions:   priorities <- |TD errors| at theta;   insert both, once the last ones are admitted
         every `pull_every` steps:   theta <- pull
 
-Exploration of many actors: each has a rate of its own, which does not change during a run.
-
-Horgan et al., "Distributed Prioritized Experience Replay", ICLR 2018.
+Each of many actors explores at a rate of its own, which does not change during a run (`ladder`):
 
     epsilon_i = epsilon ^ (1 + alpha i / (N - 1))         i = 0 .. N - 1
 """
@@ -45,7 +43,7 @@ if TYPE_CHECKING:
 
 
 AGAIN_SECONDS = 0.1
-"""Seconds until an actor asks a worker again that is not there."""
+"""Seconds between two pulls of an actor from a worker that has failed or has not joined yet."""
 
 RECENT = 100
 """Episodes whose mean return an actor reports."""
@@ -82,7 +80,7 @@ class Actor:
         self.steps_after = steps_after
         self.version = 0
         self.steps = self.sent = self.episodes = 0
-        self.stored = 0  # transitions that the replay has had, as it said last
+        self.stored = 0  # transitions inserted into the replay so far, by its last reply
         self.returns: deque[float] = deque(maxlen=RECENT)
         self._insertions = InsertionTensors(layout)
         self._window = NStep(algorithm.n_step, algorithm.gamma)
@@ -94,6 +92,7 @@ class Actor:
             self._model.append(buffers)
         self._since_pull = 0
         self.count = len(environments.observations)
+        # Steps whose transitions may not be sent yet: those of a message, of an open window, and the newest.
         pending = settings.send + algorithm.n_step + 1
         self._frames = None if layout.frames is None else FrameWindow(layout.frames, self.count, pending)
         self._references = self._first(range(self.count))

@@ -5,7 +5,7 @@ actor 0..A-1 --transitions--> replay       actor i --> replay i --> worker i --g
      ^                          | samples      ^                        |  ^                   |
      '------- parameters --- worker 0          '------ parameters ------'  '----- parameters --'
 
-Grades a model by the returns of whole episodes, without noise on its actions.
+`EpisodeGrader` grades a model by the returns of whole episodes.
 """
 
 from __future__ import annotations

@@ -132,7 +132,8 @@ class Environments:
         for found, values in (("an observation", observations), ("a reward", rewards)):
             if values.dtype.kind == "f" and not np.isfinite(values).all():
                 raise UsageError(
-                    f"the environment gave {found} with NaN or infinity after {max(self._lengths)} steps of an episode."
+                    f"the environment gave {found} with NaN or infinity after {max(self._lengths)} steps of an "
+                    "episode. Let its reset and step return finite numbers."
                 )
 
     def _episode(self, stream: int) -> Episode:
@@ -188,7 +189,7 @@ def _unknown(name: str, known: Iterable[str]) -> str:
 
 
 def _rank(name: str) -> tuple[bool, str]:
-    """Of the ids of a game, that of `ALE/` comes last."""
+    """The order of ids: among those of one game, the id of `ALE/` is the last."""
     return name.startswith("ALE/"), name
 
 

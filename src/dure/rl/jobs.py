@@ -68,7 +68,7 @@ class Suited:
 
 @dataclass(frozen=True)
 class Preset:
-    """A job of that name: what it takes for each kind of environment."""
+    """The job `name`: its algorithm, settings and optimizer for each kind of environment."""
 
     name: str
     summary: str

@@ -1,10 +1,8 @@
 """Prioritized replay of transitions: draws in proportion to priorities, over a tree of their sums.
 
-Schaul et al., "Prioritized Experience Replay", ICLR 2016, appendix B.2.1, with 16 children of each node in place of 2:
-NumPy then descends a tree of a million leaves in few passes over whole batches of draws.
-
 Schaul et al., "Prioritized Experience Replay", ICLR 2016; the soft capacity is of Horgan et al., "Distributed
-Prioritized Experience Replay", ICLR 2018.
+Prioritized Experience Replay", ICLR 2018. The tree is that of appendix B.2.1, with 16 children of each node in place of
+2: NumPy then descends a tree of a million leaves in few passes over whole batches of draws.
 
     insert   p_i = priority, or the maximum so far
     sample   P(i) = p_i^alpha / sum_j p_j^alpha         one draw in each of `count` equal segments of the sum
@@ -223,7 +221,7 @@ class Replay:
         return count
 
     def _slots(self, first: int, end: int) -> list[slice]:
-        """Where the transitions of the keys first .. end - 1 are stored: one or two ranges of the ring, in order."""
+        """The slots of the transitions with keys first .. end - 1: one or two ranges of the ring, in order."""
         start, count = first % self.storage, end - first
         fit = min(count, self.storage - start)
         return [slice(start, start + fit)] + ([slice(0, count - fit)] if count > fit else [])

@@ -44,11 +44,11 @@ UPDATED = (TensorSpec("int64", MOST, at_most=True), TensorSpec("float32", MOST, 
 
 
 class ReplayService(RemoteService):
-    """`replay` at `node`, with the pace of `limiter`. The surplus is removed every `trim_every` batches. The nodes
-    called `actors` insert into it.
+    """Serves `replay` at `node`, at the pace of `limiter`, to the nodes `actors`, which insert, and to workers.
 
-    A transition has the version of the model that its actor used in the column `version`. The lag of a sampled
-    transition is the version of the sampling worker, when it asked for the batch, less that one.
+    The surplus is removed every `trim_every` batches. A transition has the version of the model that its actor used in
+    the column `version`. The lag of a sampled transition is the version of the sampling worker, when it asked for the
+    batch, less that one.
     """
 
     called = "a replay"
@@ -99,6 +99,7 @@ class ReplayService(RemoteService):
             await self._change("inserts, which are behind the samples")
         if self._is_over():
             raise WorkOver("all actors have made their frames.")
+        # before the draw, which waits: other calls that ask the limiter meanwhile must see this sample
         self.limiter.sampled(count)
         self._changed()
         draw = partial(self.replay.sample, count, call.fields["beta"])
@@ -159,7 +160,7 @@ class ReplayService(RemoteService):
         """Do nothing: a replay comes back with its state."""
 
     def go_on_without(self, name: str) -> None:
-        """Wait for no frames of an actor that does not come back."""
+        """Wait no longer for the frames of an actor that does not come back."""
         self.gone.add(name)
         self._changed()
 
@@ -269,7 +270,7 @@ class ModelService(RemoteService):
         self._waiting: list[Operation[Any]] = []
 
     def publish(self, model: Sequence[torch.Tensor], step: int, version: int) -> None:
-        """Answer pulls with a copy of `model` from now on: its memory is written to before the next call."""
+        """Answer pulls with a copy of `model` from now on; the worker overwrites its memory before the next call."""
         self._model = tuple(each.detach().clone() for each in model)
         self.step, self.version = step, version
         waiting, self._waiting = self._waiting, []

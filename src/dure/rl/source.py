@@ -69,7 +69,7 @@ class ReplaySource:
     """
 
     can_stop = False
-    whole = False  # it waits for samples, too: it meters its times itself
+    whole = False  # its time includes the wait for samples, so the source records its times itself
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class ReplaySource:
         return requester.params
 
     async def settled(self) -> None:
-        """Drop the samples that are on their way: the next ones are drawn anew."""
+        """Wait for the samples that are on their way, and drop them: the next ones are drawn anew."""
         for batch in self._batches:
             with suppress(WorkOver):
                 await batch.arrives
@@ -158,7 +158,7 @@ class ReplaySource:
                 self.target.load_buffers(requester.kept[TARGET_BUFFERS])
 
     async def _mean_gradient(self, requester: Requester) -> Gradient:
-        """All workers end their work in the step in which the first has no batch left."""
+        """The mean of all workers' gradients. All end their work in the step in which the first has no batch left."""
         gradient = None
         with suppress(EndOfWork):
             gradient = await self._gradient(requester)
@@ -213,7 +213,7 @@ class ReplaySource:
     # ---- samples
 
     async def _next(self, version: int) -> _Batch:
-        """The next batch. Replays whose actors are through are left out, and the work ends with the last of them."""
+        """The next batch. Replays whose actors have ended are left out; the work ends with the last replay."""
         started = self.node.now()
         while True:
             while len(self._batches) < max(1, self.settings.prefetch) and len(self.over) < len(self.replays):

@@ -1,4 +1,4 @@
-"""Spaces of observations and actions: the kinds that learn here, and errors for all others."""
+"""Spaces of observations and actions: accepts the kinds that the algorithms support, and rejects all others."""
 
 from __future__ import annotations
 

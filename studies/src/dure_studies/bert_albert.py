@@ -2,8 +2,8 @@
 
 The paper (in Korean) trains on 50,000 IMDB reviews with two TITAN RTX in one server and four RTX 3090 in another, data
 parallelism by PyTorchJob and tensor parallelism by DeepSpeed, and reports seconds of training. It states neither the
-network nor the mini-batch, the length of reviews, the epochs and the precision, and names communication as what it did
-not examine. So all of these are assumed here, and the network is swept.
+network nor the mini-batch, the length of reviews, the epochs and the precision, and it did not examine communication.
+So all of these are assumed here, and the network is swept.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ def table(result: dict[str, Any]) -> Table:
         return cell
 
     columns: Columns = [
-        ("who lies says", lambda row: row[0]),
+        ("false gradient", lambda row: row[0]),
         ("rule", lambda row: row[1]),
         *((str(liars), of_liars(liars)) for liars in range(MOST + 1)),
     ]
@@ -120,7 +120,7 @@ def table(result: dict[str, Any]) -> Table:
         f"test accuracy of digits-mlp after {result['rounds']} rounds by how many of {WORKERS} workers lie, mean of "
         f"{result['seeds']} seeds. Workers and links are virtual, gradients and messages real."
     )
-    return table_of(product(LIES, RULES), columns, caption, texts=("who lies says", "rule"))
+    return table_of(product(LIES, RULES), columns, caption, texts=("false gradient", "rule"))
 
 
 def accuracy(lie: str, liars: int, rule: Aggregation, *, rounds: int, seed: int = 0) -> float:

@@ -62,7 +62,7 @@ def missing() -> str:
     if programs:
         return f"{' and '.join(programs)} cannot be found: install iproute2."
     if os.geteuid() != 0:
-        return "network namespaces are made by root alone, and this process is not root's: use sudo."
+        return "only root can make network namespaces: run the command with sudo."
     return ""
 
 
@@ -122,6 +122,7 @@ class Hosts:
             try:
                 late = _wait(programs, seconds)
             finally:
+                # all processes of the namespaces, since `Program.end` kills no children of a program
                 for name in self.names:
                     _end_all(name)
                 for program in programs:
@@ -207,7 +208,7 @@ def _mark(pid: int) -> str:
 
 
 def _add(name: str, stack: ExitStack) -> None:
-    stack.callback(_clear, name)
+    stack.callback(_clear, name)  # first: a namespace that is made only in part is cleared too
     _do("ip", "netns", "add", name)
     _ip(name, "link set lo up")
 

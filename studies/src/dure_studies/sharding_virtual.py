@@ -1,7 +1,7 @@
 """Seconds of a step over parameter servers in virtual time: workers on hosts of their own, or two behind one card.
 
-A step of a worker computes for a given mean time and varies by `VARIATION`. Without variation, asynchronous workers
-settle into a rhythm in which their messages never meet, and which depends on the last digits of the compute time.
+A step of a worker computes for a given mean time and varies by `VARIATION`. Without variation, the messages of
+asynchronous workers repeat one order and never overlap, and the order depends on the last digits of the compute time.
 Servers have machines of their own.
 """
 
@@ -31,7 +31,7 @@ HOSTS = {"separate": 1, "paired": 2}
 STEPS = 24
 
 SEEDS = {"bsp": 1, "downpour": 3}
-"""Runs of which the mean is taken: asynchronous workers meet at a server by chance."""
+"""Runs of which the mean is taken: messages of asynchronous workers come to a server together by chance."""
 
 VARIATION = 0.1
 """Standard deviation of the logarithm of a step's compute time."""

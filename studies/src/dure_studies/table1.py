@@ -63,7 +63,7 @@ class EpochSizes(NamedTuple):
 
     @property
     def weights(self) -> int:
-        """N^2 L"""
+        """The weights of all matrices: N^2 L."""
         return self.width**2 * self.layers
 
 

@@ -107,7 +107,7 @@ def _workers(job: Job, trial: VoteTrial, replica: Replica, seed: int) -> list[_W
 
 @dataclass(slots=True)
 class _Server:
-    """`received` counts the bytes of all messages, `answered` those of the messages to one worker."""
+    """The server of all rounds. `received` counts the bytes of messages to it, `answered` those to one worker."""
 
     coder: Coder
     vote: Vote | None

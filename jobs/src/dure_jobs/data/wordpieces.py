@@ -64,7 +64,7 @@ def built_from(texts: Sequence[str], vocabulary: int) -> Tokenizer:
     known = [*SPECIAL, *characters, *(CONTINUES + each for each in characters)]
     if vocabulary < len(known):
         raise UsageError(
-            f"vocabulary={vocabulary} has no room for {len(known)} special pieces and characters: give more, such as "
+            f"vocabulary={vocabulary} is less than the {len(known)} special pieces and characters: give more, such as "
             f"{4 * len(known)}."
         )
     ranked = sorted((word for word in counts if len(word) > 1), key=lambda word: (-counts[word], word))

@@ -12,7 +12,7 @@ A version sees each R-th mini-batch, without delay: after any number of mini-bat
 the pipeline is data parallelism of R workers inside of one, and a mean costs no message. With `average=1` it is SGD on
 R mini-batches at once; the versions are needed at the same time then, so the pipeline is drained before each mean:
 a share (K - 1) / (3K - 2) of the time is idle. With more rounds it is local SGD with that period, and less is idle.
-With `average=0` the versions never meet. The model of a run is the mean of the versions. The state of the optimizers is
+With `average=0` the run makes no mean. The model of a run is the mean of the versions. The state of the optimizers is
 averaged with the weights. Each stage keeps the weights and this state of all versions, and the activations of
 2 (K - k) + 1 mini-batches.
 """

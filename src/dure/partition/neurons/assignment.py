@@ -1,4 +1,4 @@
-"""Assignments of units to machines: for each layer the machine of each unit.
+"""Assigns the units of each layer to machines, and forecasts the words and the seconds of an assignment.
 
 | `assignment` | units                                                                                        |
 |--------------|----------------------------------------------------------------------------------------------|
@@ -8,8 +8,7 @@
 | `cut`        | of grids, by minimum cuts of the words sent; of dense layers as `even`                       |
 | `FILE.json`  | by an object of the layers' names, each with the machine of each of its units                |
 
-Assignment of locally connected layers by minimum cuts: of the words that machines send, by recursive bisection.
-
+`cut` makes minimum cuts of the words that machines send, by recursive bisection.
 The places of all grids are divided in two, each half in two, and so on. A place with its readers is one *net*: it
 costs a word for each channel if the readers and the place itself are on both sides, however many there are of them, so
 that the cost of all cuts together is the number of words. A minimum cut of nets is a minimum cut of a graph in which
@@ -19,8 +18,7 @@ A bisection is balanced in each layer: places in order of rows, or of columns, b
 other, and only the places around the border between them, a share `slack` of the layer on each side, may change sides.
 Without slack the border is straight, which on regular grids saves nearly all words that can be saved.
 
-Words sent and work for a sample under an assignment of units, computed from the assignment alone.
-
+`traffic` has the words sent and the work for a sample, computed from the assignment alone.
 An activation goes to each other machine with a unit that reads it, once. Its error comes back as one word of each of
 these machines. All machines get the outputs of the last layer, and no error of them. A dense layer that is read by a
 dense layer sends n (D - 1) words if all D machines have units of the next.

@@ -1,6 +1,6 @@
-"""The layers of units of a model: dense and locally connected ones, in the order of an `nn.Sequential`.
+"""Layers of units: the dense and locally connected layers of an `nn.Sequential`, and the part of each at one machine.
 
-A layer of units at one machine: the units that are assigned to it, with their weights and biases.
+The part of a layer at a machine is the units that are assigned to it, with their weights and biases (`UnitsPart`).
 
     machine d                                                          Dean et al., NeurIPS 2012, sections 3 and 4
       receives the inputs that its units read and others own           each once, however many of its units read it

@@ -10,15 +10,13 @@
 Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3. Filters of convolutions are split in the same way, as Yadan
 et al., "Multi-GPU Training of ConvNets", arXiv 1312.5853, do beside data parallelism.
 
-Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3. The shards may be uneven, so the vocabulary needs no
-padding.
+An embedding is split by rows (`Vocabulary`). The shards may be uneven, so the vocabulary needs no padding.
 
-Of `positions` of a text and V words, gathering the logits would send positions x V elements. This sends three for each
-position: its largest logit, the sum of exponentials, and the logit of its target.
+A loss is split by vocabulary (`split_cross_entropy`). Of `positions` of a text and V words, gathering the logits would
+send positions x V elements. This sends three for each position: its largest logit, the sum of exponentials, and the
+logit of its target.
 
     loss = log(sum_j exp(z_j - m)) + m - z_target          m: the largest logit; sums and maxima over all workers
-
-Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3.
 """
 
 from __future__ import annotations

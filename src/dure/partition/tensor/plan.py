@@ -1,7 +1,4 @@
-"""The place of a worker's part of a parameter in the whole parameter.
-
-The plan of a split: which layers of a model are split, and how.
-"""
+"""The plan of a split: the layers that are split, the way of each, and the place of each shard in its parameter."""
 
 from __future__ import annotations
 

@@ -1,19 +1,21 @@
-"""Plans that split every linear layer alone, with a synchronization behind each, as paper 004 describes.
+"""Plans of splits: every linear layer alone, pairs of layers in an `nn.Sequential`, and Megatron-LM's for known models.
+
+Every linear layer alone, with a synchronization behind each:
 
     rows       by inputs: each worker takes its inputs, and the outputs are summed
     columns    by outputs: by rows of `torch.nn.Linear.weight`, and the outputs are gathered
 
-The paper divides the weight matrix "by rows" and combines the results; it does not say in which storage. A transformer
-layer has six linear layers. In units of its input, of `batch * sequence * width` elements, ring collectives of `rows`
-send 27 (W - 1) / W for it and those of `columns` 23 (W - 1) / W, where Megatron-LM's pairing sends 8 (W - 1) / W.
+The paper of `dure reproduce bert-albert` divides the weight matrix "by rows" and combines the results; it does not say
+in which storage. A transformer layer has six linear layers. In units of its input, of `batch * sequence * width`
+elements, ring collectives of `rows` send 27 (W - 1) / W for it and those of `columns` 23 (W - 1) / W, where
+Megatron-LM's pairing sends 8 (W - 1) / W.
 
-Pairs of layers in an `nn.Sequential` that workers share: the first split by outputs, the second by inputs.
+Pairs of layers in an `nn.Sequential`: the first is split by outputs, the second by inputs. Between the two each worker
+has some channels of the activations. So there may be only layers that act on each channel alone: functions of single
+units, pooling, batch norm (split by channels) and dropout. `nn.Flatten` keeps the elements of a channel together, so a
+dense layer behind it is split by blocks of inputs.
 
-Between the two of a pair each worker has some channels of the activations. So there may be only layers that act on each
-channel alone: functions of single units, pooling, batch norm (split by channels) and dropout. `nn.Flatten` keeps the
-elements of a channel together, so a dense layer behind it is split by blocks of inputs.
-
-Plans of Megatron-LM's pairing for models that are known by the classes of their layers.
+Megatron-LM's pairing, for models that are known by the classes of their layers:
 
 | model                                  | by outputs (column)           | by inputs (row)                      |
 |----------------------------------------|-------------------------------|--------------------------------------|

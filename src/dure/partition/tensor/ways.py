@@ -4,7 +4,7 @@ A computation calls `Ways` in the middle of a forward or a backward. `carry_out`
 to the other workers and returns its result: in a run it pauses the computation's thread (`shared_stage.py`), and a
 recording of shapes answers with zeros.
 
-Operators of split layers: functions of tensors whose forward or backward has a collective over `Ways`.
+The operators of split layers are functions of tensors whose forward or backward has a collective over `Ways`.
 
 | operator    | forward        | backward       | the next operations are              | name in the papers      |
 |-------------|----------------|----------------|--------------------------------------|-------------------------|
@@ -18,7 +18,7 @@ Operators of split layers: functions of tensors whose forward or backward has a 
 Slices are along one dimension, of given `sizes`. Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3;
 Korthikanti et al., "Reducing Activation Recomputation", arXiv 2205.05198, section 4.2.
 
-The collectives of a part of a model and the operations between them, found by one forward and one backward.
+`Recording` finds the collectives of a part of a model and the operations between them, by one forward and one backward.
 """
 
 from __future__ import annotations
