@@ -140,6 +140,7 @@ def _model(count: int, numel: int, low_bits: int) -> Any:
     import constriction
 
     ratio = 1.0 - count / numel
+    # to the power of 2 ** low_bits by products, which are equal on all machines
     for _ in range(low_bits):
         ratio *= ratio
     ratio = max(ratio, 2.0**-16)

@@ -44,7 +44,7 @@ class RunShape(NamedTuple):
 
 
 class Companion(Protocol):
-    """The part of one node: its services are registered when it is built. `saves` says whether it has a state."""
+    """The work of one node beside its services, which are registered when it is built. `saves`: it has a state."""
 
     saves: bool
 

@@ -172,10 +172,12 @@ def _check_accuracy(job: Job, outputs: Any, targets: Batch) -> None:
         f"its accuracy must take outputs {described(outputs)} and targets {described(targets)}, and raised"
     ):
         accuracy: Any = job.accuracy(outputs, targets)
+    write = "Write accuracy=lambda outputs, targets: (outputs.argmax(-1) == targets).float().mean()."
     if not isinstance(accuracy, float | int) and not (isinstance(accuracy, Tensor) and accuracy.numel() == 1):
-        raise UsageError(f"a job's accuracy must be one number, the share of right answers; got {accuracy!r:.80}.")
+        raise UsageError(
+            f"a job's accuracy must be one number, the share of right answers; got {accuracy!r:.80}. {write}"
+        )
     if not -1e-6 <= float(accuracy) <= 1 + 1e-6:
         raise UsageError(
-            f"a job's accuracy must be the share of right answers, from 0 to 1; got {float(accuracy):g}. "
-            "Write accuracy=lambda outputs, targets: (outputs.argmax(-1) == targets).float().mean()."
+            f"a job's accuracy must be the share of right answers, from 0 to 1; got {float(accuracy):g}. {write}"
         )

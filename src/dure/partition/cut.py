@@ -366,7 +366,10 @@ def _profile_for(cuts: str, count: int, profile: Callable[[], Profile] | None, s
         return found if math.isinf(speeds.bandwidth) else found.lasting(speeds.seconds)
     found = Profile.read(Path(cuts))
     if len(found.blocks) != count:
-        raise UsageError(f"{cuts} is a profile of {len(found.blocks)} blocks, and this model has {count}.")
+        raise UsageError(
+            f"{cuts} is a profile of {len(found.blocks)} blocks, and this model has {count}. Name a profile of this "
+            "model, or cut by the counted operations with cuts=profile."
+        )
     return found
 
 

@@ -292,7 +292,7 @@ class StageLayout:
         return sum(each.numel() for number in self.blocks_in(stage) for each in self.blocks[number].parameters())
 
     def measured(self, rows: int) -> MeasuredPass:
-        """The borders and the costs of all blocks for `rows` samples. Raises `UsageError` where they are no stages."""
+        """The borders and the costs of all blocks for `rows` samples. Raises `UsageError` for unsuitable blocks."""
         if rows not in self._measured:
             try:
                 found = self._known(("pass", len(self.blocks), rows), lambda: self._measure(rows))

@@ -133,7 +133,7 @@ class Environments:
             if values.dtype.kind == "f" and not np.isfinite(values).all():
                 raise UsageError(
                     f"the environment gave {found} with NaN or infinity after {max(self._lengths)} steps of an "
-                    "episode. Let its reset and step return finite numbers."
+                    "episode. Let its step return finite numbers."
                 )
 
     def _episode(self, stream: int) -> Episode:

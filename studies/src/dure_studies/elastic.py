@@ -97,7 +97,9 @@ STUDY = Study(
     measure=with_distance,
     x="steps between two exchanges, or elasticity",
     statements=(
-        Statement("EASGD keeps at least 90 % at a period of 64", lambda row: row["EASGD, period 64"]["accuracy"] >= 0.9),
+        Statement(
+            "EASGD keeps at least 90 % at a period of 64", lambda row: row["EASGD, period 64"]["accuracy"] >= 0.9
+        ),
         Statement(
             "EASGD's accuracies at the periods 1 to 64 differ by at most 3 points",
             lambda row: (
