@@ -28,8 +28,8 @@ class MemberSpec(NamedTuple):
 class Parameter(NamedTuple):
     """A parameter of a member. `default` is `REQUIRED` for a parameter without default.
 
-    `shown`, `meaning`, `range`, `unit` and `symbol` are its description (`core.parameter`), empty where the class has
-    none.
+    `shown`, `meaning`, `range`, `unit` and `symbol` are its description (`core.catalogue.parameter`), empty where the
+    class has none.
     """
 
     name: str

@@ -185,7 +185,7 @@ def schedule(orders: Orders, durations: Mapping[Kind, float] = TICK) -> Timetabl
 
 
 def _check_kinds(rank: int, order: Sequence[Action]) -> None:
-    """Raise `StrategyError` for what is no action of an order; S is one of programs (`source.Programmed`)."""
+    """Raise `StrategyError` for what is no action of an order; S belongs to programs (`Programmed`)."""
     for action in order:
         if not isinstance(action, Action) or action.kind not in KINDS:
             raise StrategyError(
@@ -261,7 +261,7 @@ def _check_borders(orders: Orders) -> None:
 
 
 class _Play:
-    """One pass over `orders`. `ends` has the end of each action so far, `next` the number of each worker's next one."""
+    """One pass over `orders`. `ends` has the end of each action so far, `rows` the actions so far of each worker."""
 
     def __init__(self, orders: Orders, durations: Mapping[Kind, float]) -> None:
         self.orders = orders

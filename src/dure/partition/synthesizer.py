@@ -33,7 +33,7 @@ class GradientModel:
 
     `values` are its parameters, flat. It predicts the gradient of a mean loss, one row of features for each sample:
 
-        S(h) = A h + b, or `hidden` layers with ReLU before it;  at first 0, since A and b are
+        S(h) = A h + b, behind hidden layers with ReLU, if any;  at first 0, since A and b are
         prediction for B samples:  S(h) / B, as the loss is a mean over them
         step on the gradient d:    the mean over the samples of || S(h) - B d ||^2 / (1 + the mean of || h ||^2)
 

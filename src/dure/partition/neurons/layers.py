@@ -104,7 +104,8 @@ def unit_model(module: nn.Module) -> UnitModel:
     _check_own(module)
     if not found:
         raise UsageError(
-            f"this {type(module).__name__} has no dense or locally connected layer whose units could move."
+            f"this {type(module).__name__} has no dense or locally connected layer whose units could be assigned: "
+            "leave the partition out, or use tensor:ways=2."
         )
     return UnitModel(found, frozenset(inside))
 
@@ -220,7 +221,7 @@ def _placed(like: Tensor, parts: Sequence[Tensor], places: Sequence[Tensor]) -> 
 
 
 class UnitsPart(nn.Module):
-    """The units of a layer at one machine, of whose inputs it has those at `has`, all machines the others.
+    """The `units` of a layer at one machine. The inputs come by the route `way`; None: all machines have them.
 
     `owned` holds the units of each machine; without it their outputs stay at this machine.
     """

@@ -199,7 +199,7 @@ def _cut(layer: nn.Module, shards: Mapping[str, Sequence[ParameterShard]], rank:
 
 
 class VocabularyPart(nn.Module):
-    """The rows `start` to `stop` of an embedding at one worker. Every worker gets the embeddings of all words."""
+    """The rows of an embedding from `start` on, at one worker. Every worker gets the embeddings of all words."""
 
     def __init__(self, weight: Tensor, start: int, padding: int | None, ways: Ways) -> None:
         super().__init__()
