@@ -82,7 +82,7 @@ class GradientModel:
         values = state.tensors["values"]
         if values.shape != self.values.shape:
             raise ValueError(
-                f"the state has {values.numel()} values, and this model {self.values.numel()}: it is another model's"
+                f"the state has {values.numel()} values in place of {self.values.numel()}: it is another model's"
             )
         self._optimizer.restore(State(under_prefix("optimizer.", state.tensors), state.plain))
         self.values.copy_(values)
