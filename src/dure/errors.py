@@ -3,14 +3,14 @@
 DureError
 ├── UsageError           the request is wrong: exit status 2       (also a ValueError)
 │   ├── StrategyError    a method, its parameters, or a combination that makes no sense
-│   └── ClusterError     a cluster file that describes no cluster
+│   └── ClusterError     an invalid description of a cluster
 ├── DataError            a data set is missing or damaged
 ├── DeadlockError        every node waits for another; names each node and its operation
 ├── DivergedError        the loss is NaN or infinity
 │   └── Quarantined      the gradients of one worker hold NaN or infinity, step after step
 ├── CheckpointError      no complete checkpoint where one was expected, or it cannot be written
 ├── RecordError          a run's record is damaged
-├── DamagedMessage       an encoded update that no encoder can give
+├── DamagedMessage       an encoded update that no encoder can produce
 ├── ReplicaError         a module's parameters left the flat buffer
 └── RemoteError          a call failed
     ├── Refused          the callee refused it; the message has the reason
@@ -44,7 +44,7 @@ class StrategyError(UsageError):
 
 
 class ClusterError(UsageError):
-    """A cluster description that describes no cluster."""
+    """An invalid description of a cluster."""
 
 
 class DataError(DureError):
@@ -74,7 +74,7 @@ class RecordError(DureError):
 
 
 class DamagedMessage(DureError):
-    """An encoded update that no encoder can give. No part of it was decoded."""
+    """An encoded update that no encoder can produce. No part of it was decoded."""
 
 
 class ReplicaError(DureError):

@@ -96,8 +96,8 @@ def check_memory(processes: int, nbytes: int, memory: int, *, own: int = PROCESS
 LOCK_SECONDS = 300.0
 """Time limit of a wait for a lock. Locks are held for microseconds; a frozen holder is killed earlier."""
 
-_NAP = 20e-6
-_EAGER = 100
+_EAGER = 100  # tries of a lock that only yield the processor: it is mostly free again within microseconds
+_NAP = 20e-6  # seconds between later tries
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW if sys.platform == "linux" else 0
 
 
@@ -114,7 +114,7 @@ class MappedMemory:
         if nbytes > there:  # the system would grant them, and kill a process that writes to missing pages
             raise DureError(f"{nbytes:,} bytes of memory to share are more than this machine has, {there:,}.")
         self._file = os.memfd_create("dure", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self._file, max(nbytes, 1))
+        os.ftruncate(self._file, max(nbytes, 1))  # an empty file cannot be mapped
         fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, _SEALS)
         self.path = f"/proc/{os.getpid()}/fd/{self._file}"
         self._map()
@@ -148,7 +148,7 @@ class MappedMemory:
 
     def when_unmapped(self, function: Callable[[], None]) -> None:
         """Call `function` once no tensor of this process uses `bytes`. It must not refer to `self`."""
-        weakref.finalize(self._mapped, function)
+        weakref.finalize(self._mapped, function)  # each tensor of `bytes` refers to the map
 
     def _map(self) -> None:
         self._mapped = mmap.mmap(self._file, os.fstat(self._file).st_size)
@@ -166,6 +166,7 @@ class MappedMemory:
     def _acquire(self, first: int, count: int) -> None:
         deadline = None
         tries = 0
+        # Tries in place of one call that waits: such a call has no time limit.
         while True:
             try:
                 fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, count, first)

@@ -180,8 +180,8 @@ def traits_of(method: Any) -> Traits:
     found = method.adapted() if isinstance(method, Adapted) else getattr(method, "traits", None)
     if not isinstance(found, Traits):
         raise StrategyError(
-            f"{type(method).__name__} says nothing of itself: give its class traits = dure.Traits(needs=(...)), "
-            "with what a topology must offer."
+            f"{type(method).__name__} has no traits: give its class traits = dure.Traits(needs=(...)), with the offers "
+            "of a topology that it needs."
         )
     return found
 

@@ -1,6 +1,6 @@
-"""Who talks to whom? One line per member; the class describes the rest (`core.catalogue`).
+"""Topologies: the connections of workers and servers. A line per member; the class has the rest (`core.catalogue`).
 
-Each is a package: `choice` declares its parameters, the other modules what it is made of.
+Each is a package: `choice` declares its parameters, the other modules are its part of a run.
 """
 
 __all__ = ["CATALOGUE"]

@@ -1,4 +1,4 @@
-"""What a topology is in a run: which nodes there are, what servers hold, and what a worker has of it."""
+"""A topology in a run: its nodes, the parts of the model that servers hold, and the sessions of a worker."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class SystemMemory(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MethodNeeds:
-    """What a topology knows of the method that runs over it.
+    """The properties of a method that its topology uses.
 
     `ordered`: the servers' clock decides the order of updates. `coordinated`: a coordinator at server 0 leads the
     method. `delivers`: the name of the model that workers deliver ("mean": the mean of all workers' models). `vectors`:
@@ -74,7 +74,7 @@ class MethodNeeds:
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """What a topology uses of the run that it is deployed in.
+    """The properties of a run that its topology uses.
 
     `absent` ranks join later. `machines` has the machine of each worker. A `timing_only` run moves sizes without
     values. In a `virtual` run all nodes live in this process. Without a `codec` updates travel as they are. `memory` is
@@ -113,7 +113,7 @@ class RunPlan:
 
 
 class TopologyWorker(Protocol):
-    """What a topology sets up at a worker."""
+    """The attributes of a worker that a topology reads or sets up."""
 
     node: Node
     rank: int
@@ -168,7 +168,7 @@ class Session:
     """
 
     async def settled(self) -> None:
-        """Wait until nothing is under way beside the method: a checkpoint or the end is next."""
+        """Wait until no operation of this session is under way: a checkpoint or the end is next."""
 
     def state(self) -> State:
         """The state that a checkpoint keeps."""
@@ -179,13 +179,13 @@ class Session:
 
 
 class Topology:
-    """A topology in one run; the base has no servers, and workers that know nothing of each other.
+    """A topology in one run; the base has no servers, and its workers are not connected.
 
     `needs_everybody`: every operation needs every worker, as collectives do. `uses_engine`: collectives are those of
     `torch.distributed`. `clocked`: server 0 hosts a clock, and each worker has a `ServerSession`. `one_machine`: all
     nodes share a machine's memory. `in_place`: workers write to memory that others read, so that a worker which hangs
-    cannot be left behind. `graph` has the neighbors of each worker, where only neighbors meet. `no_loop` is the reason
-    why a loop of the user's cannot run over the topology.
+    cannot be left behind. `colocated`: servers run on the workers' machines. `graph` has the neighbors of each worker,
+    where only neighbors meet. `no_loop` is the reason why a loop of the user's cannot run over the topology.
     """
 
     needs_everybody = False
@@ -223,7 +223,7 @@ class Topology:
 
     @property
     def server_lost(self) -> WhenLost:
-        """What the loss of a server means, where there are checkpoints."""
+        """The consequence of the loss of a server, where there are checkpoints."""
         method = self.plan.method
         alone = self.clocked and not (method.ordered or method.coordinated or self.one_machine)
         return WhenLost.RESTART_ALONE if alone else WhenLost.ROLL_BACK
@@ -242,7 +242,7 @@ class Topology:
 
     @property
     def slices(self) -> list[tuple[int, float]]:
-        """What of a gradient is summed together while the rest is computed (`VirtualRuntime.slices`)."""
+        """The slices of a gradient that are summed while the rest is computed (`VirtualRuntime.slices`)."""
         if not self.uses_engine:
             return []
         replica = self.plan.replica
@@ -254,21 +254,21 @@ class Topology:
         return ()
 
     def group(self, node: Node, meter: Meter) -> Group | None:
-        """The group of all workers; None where they are no group."""
+        """The group of all workers; None in a topology without one."""
         return None
 
     def shard(self, node: Node, number: int, *, log: bool = False) -> Any:
-        """What server `number` holds, as a service. `log` keeps what it has applied."""
+        """The service of server `number`, which holds its part of the model. `log` keeps what it has applied."""
         raise NotImplementedError(f"{type(self).__name__} has no servers")
 
     def connect(self, worker: TopologyWorker, group: Group | None) -> None:
-        """Give a worker what it has of this topology, beside its sessions with servers and group."""
+        """Set up the sessions of a worker that this topology adds to those with servers and group."""
 
     def attach(self, worker: TopologyWorker, shards: Sequence[Service]) -> None:
-        """Connect a worker to what lies in this process: `shards` of the servers."""
+        """Connect a worker to the servers' `shards`, where they are in its own process."""
 
     async def map(self, worker: TopologyWorker) -> Sequence[torch.Tensor]:
-        """Map what another process of this machine owns for the worker; the tensors that gradients read in place."""
+        """Map memory of another process of this machine; returns the tensors that gradients read in place."""
         return ()
 
     def restarted(self, shard: Any, incarnation: int) -> None:
@@ -293,10 +293,10 @@ class Topology:
         return values
 
     def configure(self, engine: GradientEngine) -> None:
-        """Have gradients handed over as this topology needs them."""
+        """Set up `engine` to hand over gradients in the parts that this topology needs."""
 
     def notes(self) -> Mapping[str, Any]:
-        """What the summary of a run tells of this topology."""
+        """The entries of this topology in the summary of a run."""
         return {}
 
 
@@ -317,7 +317,7 @@ FLAGS: Mapping[str, str] = {"group": "needs_everybody", "servers": "clocked", "m
 
 
 def check_own(choice: Choice, name: str) -> None:
-    """Raise `StrategyError` for a topology of a user's own whose class in a run does not have what it offers."""
+    """Raise `StrategyError` for a topology of a user's own whose class in a run does not define what it offers."""
     if isinstance(choice.offers, str) or not all(isinstance(offer, str) for offer in choice.offers):
         raise StrategyError(f'{name}: offers must be a tuple of names, got {choice.offers!r}. Write ("group",).')
     kind = _own_class(choice, name)

@@ -1,4 +1,4 @@
-"""What corrects stale gradients at a shard, and what it is given."""
+"""Corrections of stale gradients at a shard, and the update that a correction gets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import ClassVar, Protocol, runtime_checkable
 class Update:
     """An update at a shard, the moment before it counts.
 
-    `staleness` are the versions between `read`, what the worker computed it on, and `values`, what it is applied to;
+    `staleness` counts the versions from `read`, on which the worker computed it, to `values`, to which it is applied;
     `read` is None if the shard does not know. `gradient` is to be corrected in place. `keep(name, worker)` is declared
     state: a vector like `gradient`, zeros at first, saved in checkpoints; with a worker, freed when that one leaves.
     """

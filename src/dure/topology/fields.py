@@ -22,10 +22,10 @@ from dure.core.protocol import (
 )
 
 LIFE = {"worker": OWN, "incarnation": COUNT}
-"""Who says something, and in which life."""
+"""The calling worker and its incarnation."""
 
 WORD = {"group": maybe(nullable(COUNT)), "note": maybe(mapping(NUMBER))}
-"""What a clock is told of an update besides its number."""
+"""Fields of an update, besides its number, that a clock gets."""
 
 STAGED = {**WORD, "seq": COUNT}
 

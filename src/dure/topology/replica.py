@@ -1,4 +1,4 @@
-"""What the sessions of a topology use of the worker that they belong to."""
+"""The attributes of a worker that its sessions with a topology use."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from dure.job.gradient import Gradient, LocalOptimizer
 
 Stats = Mapping[str, float]
-"""Figures of one worker that the others of its group, or of its update's group, get to see."""
+"""Figures that a worker sends to the other members of its group, or of its update's group."""
 
 
 class Pulled(NamedTuple):
-    """Parameters and the version of each shard's part of them. What is lent is read until it is released."""
+    """Parameters and the version of each shard's part of them. Borrowed parameters are valid until `release`."""
 
     values: torch.Tensor
     versions: list[int]
@@ -42,7 +42,7 @@ class WorkerReplica(Protocol):
 
     @property
     def merge_buffers(self) -> Callable[[Sequence[torch.Tensor]], torch.Tensor]:
-        """Makes one of the buffers of all replicas."""
+        """Merges the buffers of all replicas into one."""
         ...
 
     @property
@@ -68,7 +68,7 @@ class WorkerReplica(Protocol):
         ...
 
     def check_loss(self, gradient: Gradient) -> None:
-        """Raise `DivergedError` for a loss that is no number."""
+        """Raise `DivergedError` for a loss that is NaN or infinity."""
         ...
 
     def room(self) -> torch.Tensor:
@@ -80,7 +80,7 @@ class WorkerReplica(Protocol):
         ...
 
     def work_at(self, values: torch.Tensor, version: int, free: torch.Tensor | None) -> None:
-        """Go on from parameters in shared memory, or a copy of them; `free` has room for the next copy."""
+        """Go on from parameters in shared memory, or a copy of them; `free` is memory for the next copy."""
         ...
 
     def give(self) -> int:

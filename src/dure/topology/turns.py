@@ -43,6 +43,7 @@ class Turns:
                 self._give_up(turn)
 
     def _give_up(self, turn: Operation[None]) -> None:
+        # The turn may have come before its task was cancelled: then it is passed on, or the queue would stand still.
         if turn.done:
             self.end()
         else:
@@ -51,6 +52,6 @@ class Turns:
     def end(self) -> None:
         """End the present turn; the first task in the queue gets the next one."""
         if self._queue:
-            self._queue.popleft().resolve()
+            self._queue.popleft().resolve()  # `busy` stays set: no other task may come in between
         else:
             self.busy = False

@@ -58,9 +58,8 @@ def check_unwrapped(model: nn.Module) -> None:
 class WrapperGuard:
     """Refuses calls of a `DistributedDataParallel` that would synchronize parameters of `replica`, until `remove`.
 
-    The wrapper may be made before or after the guard. The module inside may be attached, if
-    the loop calls that module. A call without gradients, or inside `no_sync()`, synchronizes no gradient and is let
-    through.
+    The wrapper may be made before or after the guard. The module inside may be attached, if the loop calls that module.
+    A call without gradients, or inside `no_sync()`, synchronizes no gradient and is permitted.
     """
 
     def __init__(self, replica: Replica) -> None:
@@ -74,7 +73,7 @@ class WrapperGuard:
             hook.remove()
 
     def _registered(self, module: nn.Module, _: str, submodule: Any) -> None:
-        """A module has got a submodule, as a wrapper gets the module inside."""
+        """Watch a wrapper that gets the module inside as a submodule."""
         if isinstance(module, DistributedDataParallel) and isinstance(submodule, nn.Module):
             self._watch(module, submodule)
 
@@ -269,7 +268,7 @@ class ModelCheck:
         self._noted: torch.Tensor | None = None
 
     def note(self) -> None:
-        """The parameters are as the method left them."""
+        """Note the parameters as the method has left them."""
         if self._undone_at:
             self._noted = sums_of_runs(self._replica.params)
 

@@ -14,8 +14,8 @@ bucket makes them.
 
 An exchange gives all ranks the mean, or the vote, of their gradients of one bucket. Gradients and messages are on the
 device of the bucket; messages travel by the backend of the group for that device. The sizes of messages travel apart,
-between CPUs: a rank needs them on the host to allocate what it receives, and the host has not to wait for the device to
-learn them.
+between CPUs: a rank needs them on the host to allocate what it receives, and this way the host does not wait for the
+device.
 
 A rank whose gradient holds NaN or infinity announces that in place of sizes. Then no rank sends its bytes, and the
 bucket becomes NaN on every rank, as it does without a hook. So a gradient scaler skips the step on every rank. No
@@ -190,9 +190,9 @@ T = TypeVar("T")
 
 
 class BucketThread:
-    """Does a hook's work on buckets, one after another, while the next gradients are computed.
+    """A thread for a hook's work on buckets, one after another, while the next gradients are computed.
 
-    What it does on a device is on a side stream, one for each device.
+    Work on a device is on a side stream, one for each device.
 
         DDP's thread    gradients of a bucket ... event | future                               wait for the future
         side stream                                wait for the event, encode, send, decode, event |
@@ -262,7 +262,7 @@ _DTYPES = (*_WIDE, *_NARROW, torch.complex64, torch.complex128)
 
 
 def hook(codec: Codec | str, group: dist.ProcessGroup | None = None) -> "Hook":
-    """A communication hook that sends gradients as `codec` has it, given as an object or as text ("sign").
+    """A communication hook that encodes gradients by `codec`, an object or text such as "sign".
 
     All ranks of `group` (of all there are, if None) call this; where they make several hooks, all make them, and
     register them with their models, in the same order. `torch.distributed` may be initialized later: the hook then
@@ -376,14 +376,15 @@ class Hook:
             theirs = state.get(key)
             if theirs != mine:
                 raise CheckpointError(
-                    f"this state of a hook has {key}={theirs}, and the hook {key}={mine}: load that of the same."
+                    f"this state is of a hook with {key}={theirs}, and this hook has {key}={mine}: load a state with "
+                    f"the same {key}."
                 )
         self._saved = dict(state["buckets"])
         for number in self._exchanges:
             self._take_up(number)
 
     def _kind(self) -> dict[str, Any]:
-        """The entries of a state that must be those of the hook that loads it."""
+        """The entries of a state that must be equal in the hook that loads it."""
         return {
             "codec": member_text("codec", self.codec),
             "rank": dist.get_rank(self.group),

@@ -1,10 +1,10 @@
-"""The user's optimizer: what it does at this rank, and the same as plain rules where servers do it.
+"""The user's optimizer: its steps at this rank, or its rule where servers step in its place.
 
-At this rank any will do that steps without a closure. A shard holds a slice of the model, so only element-wise rules
-can run on servers, and of those the ones that `TORCH_FORMS` of `dure.job.optimizer` lists, with the options that must
-be off. Each parameter group is a segment of the flat parameters with hyper-parameters of its own; its rate travels
-with every update. What a rule gathers, momentum and moments, lies with the servers: it is neither saved nor loaded with
-the user's optimizer.
+At this rank every optimizer is possible that steps without a closure. A shard holds a slice of the model, so only
+element-wise rules can run on servers, and of those the ones that `TORCH_FORMS` of `dure.job.optimizer` lists, with the
+options that must be off. Each parameter group is a segment of the flat parameters with hyper-parameters of its own; its
+rate travels with every update. The servers hold the state of the rule, momentum and moments: it is neither saved nor
+loaded with the user's optimizer.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 _WORKS = "SGD, SGD with momentum or nesterov, Adagrad, Adam and AdamW run on servers"
-_ELSE = 'With another, use a method whose steps are local: sync="bsp" over collectives, or sync="averaging".'
+_ELSE = 'Or use a method whose steps are local: sync="bsp" over collectives, or sync="averaging".'
 
 
 class UserOptimizer:
@@ -121,11 +121,11 @@ class UserOptimizer:
         """Do nothing: the user loads the state of the optimizer."""
 
     def refuse_states(self) -> None:
-        """Servers step: what is loaded into this optimizer from now on, but for hyper-parameters, would do nothing."""
+        """Refuse to load a state, apart from hyper-parameters, from now on: servers step, and would not use it."""
         self._hooks.append(self.optimizer.register_load_state_dict_pre_hook(_refuse_state))
 
     def close(self) -> None:
-        """Let the user's own calls of `step` through again, and others attach."""
+        """Permit the user's own calls of `step` again, and another attachment of the model."""
         for hook in self._hooks:
             hook.remove()
         self.missing.close()
@@ -148,7 +148,7 @@ class UserOptimizer:
 
 
 _ATTACHED: WeakSet[UserOptimizer] = WeakSet()
-"""Those that may step now. Nothing else knows whose parameters a module's are, and two would pull at them."""
+"""The optimizers of all attached models. A module does not show that it is attached, and admits one method only."""
 
 
 def check_free(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -224,7 +224,7 @@ class ServerOptimizer:
         if len(groups) != before:
             raise UsageError(
                 f"the optimizer has {len(groups)} parameter groups, and had {before} when it was attached: servers "
-                "know those. Add groups first, then attach."
+                "have those. Add groups first, then attach."
             )
         for number, (group, fixed) in enumerate(zip(groups, self._fixed, strict=True)):
             now = self._hyper_parameters(group)
@@ -298,9 +298,9 @@ def check_step(optimizer: torch.optim.Optimizer) -> None:
     closure = signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         raise UsageError(
-            f"{kind} computes the loss itself, by the closure that its step() needs, as often as "
-            "it likes; an attached model has one gradient for each step. Take one that steps without a closure, or "
-            'for L-BFGS dure.train(job, sync="lbfgs").'
+            f"{kind} computes the loss itself, by the closure that its step() needs, several times in a step; an "
+            "attached model has one gradient for each step. Take one that steps without a closure, or for L-BFGS "
+            'dure.train(job, sync="lbfgs").'
         )
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise UsageError(

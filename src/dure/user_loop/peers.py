@@ -1,4 +1,4 @@
-"""The other ranks over collectives: everybody starts from rank 0's model, and ends after the same step."""
+"""Ties of a rank to the others over collectives: all start from rank 0's model, and end after the same step."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class SentCollectives:
             node.directory.update({f"worker {rank}": (host, port) for rank, (host, port) in enumerate(places)})
 
     def close(self, *, failed: bool = False) -> None:
-        """Nothing: what there is, is the node's."""
+        """Do nothing: the connections are the node's."""
 
 
 class LoopCollectives:
@@ -80,14 +80,14 @@ class LoopCollectives:
         source.exchange = Exchange(self._node, engine.group, replica, share, failed, source.name)
 
     def processes(self) -> Mapping[str, int]:
-        """None: there are no servers."""
+        """An empty table: there are no servers."""
         return {}
 
     def rates(self) -> None:
         """Nothing travels with updates: each rank's optimizer steps by itself."""
 
     def intend(self, mine: Intention) -> bool:
-        """Say what this rank is about to do; whether everybody goes on. With a gradient that is exchanged, do that."""
+        """Agree with the other ranks on the next step; returns whether all go on. Ends the exchange of a gradient."""
         if self._engine.alone:
             return mine != "end"
         assert self._source is not None
@@ -111,7 +111,7 @@ class LoopCollectives:
         return values
 
     async def finish(self, worker: WorkerState) -> torch.Tensor:
-        """All have ended after the same step: their parameters are what the method made of them; merge the buffers."""
+        """Merge the buffers, and return the parameters that the method delivers after the common last step."""
         if worker.buffers is not None:
             worker.buffers = worker.merge_buffers(await self._engine.group.all_gather(worker.buffers))
         return worker.delivering(self._delivers)

@@ -104,7 +104,7 @@ class LoopServers:
         return {f"server {place.rank + size * number}": each.pid for number, each in enumerate([*self._helpers])}
 
     def _check_room(self) -> None:
-        """Raise `UsageError` where this machine has no room for the servers of its ranks."""
+        """Raise `UsageError` if the servers of this machine's ranks are too many, or do not fit in its memory."""
         shards, place = len(self._ranges), self._meeting.place
         here = -(-shards * place.local_size // place.world_size)
         if here > MOST_SHARDS:
@@ -117,7 +117,7 @@ class LoopServers:
         check_memory(here, nbytes, physical_memory(), own=SHARD_PROCESS_NBYTES, instead=instead)
 
     def rates(self) -> list[float] | None:
-        """What travels with the next update: the present rate of each parameter group."""
+        """The present rate of each parameter group, which travels with the next update; None under a method's rule."""
         return None if self._rule is None else self._rule.rates()
 
     # ---- the start
@@ -132,7 +132,7 @@ class LoopServers:
         if worker.rank == 0:
             await self._open(directory, first)
             self._meeting.put("open", True)
-        self._meeting.get("open")
+        self._meeting.get("open")  # before that a server has no shard to call
         client = ServerClient(self._node, worker.rank, self._side.as_reached(self._ranges))
         worker.sessions.server = ServerSession(worker, client)
         await lifecycle.join(worker, newcomer=False)
@@ -143,7 +143,7 @@ class LoopServers:
         self._meeting.exchange("ready", True)
 
     def _first(self, worker: WorkerState) -> list[torch.Tensor]:
-        """What all are to have from rank 0 that is no trained parameter: buffers, and constants as bytes."""
+        """The values besides trained parameters that all ranks take from rank 0: buffers, and constants as bytes."""
         constants = [as_bytes(constant).cpu() for constant in self._replica.constants.values()]
         every = [] if worker.buffers is None else [worker.buffers]
         if self._world_size > 1 and any(each.numel() for each in constants):
@@ -151,7 +151,7 @@ class LoopServers:
         return every
 
     def _load(self, worker: WorkerState, first: Sequence[torch.Tensor]) -> None:
-        """Have the replica go on from what rank 0 had."""
+        """Load the values `first` of rank 0 into the replica."""
         if worker.buffers is not None:
             self._replica.load_buffers(worker.buffers)
         if first[-1] is not worker.buffers:
@@ -202,7 +202,7 @@ class LoopServers:
     # ---- between steps
 
     def intend(self, mine: Intention) -> bool:
-        """Nobody waits for this rank longer than the method says: it may end when it likes."""
+        """Whether this rank goes on. It asks no other rank: over servers each may end after any step."""
         return mine != "end"
 
     async def delivered(self, worker: WorkerState) -> torch.Tensor:
@@ -212,11 +212,12 @@ class LoopServers:
     # ---- the end
 
     async def leave(self, worker: WorkerState) -> None:
-        """Nobody waits for this rank any more."""
-        await worker.server.leave(finished=False)  # the others' loops go on for as long as their owners like
+        """Leave the servers' clock, so that no rank waits for this one."""
+        # Not `finished`: that may end the work of the others where too few are left, and their loops still go on.
+        await worker.server.leave(finished=False)
 
     async def finish(self, worker: WorkerState) -> torch.Tensor:
-        """Once all ranks have finished: what the servers hold then, and everybody's buffers merged."""
+        """Wait until all ranks have finished; returns the servers' parameters, and merges the buffers of all ranks."""
         await self.leave(worker)
         for number in range(len(self._ranges)):
             await self._finish(number, worker)
@@ -226,7 +227,7 @@ class LoopServers:
         return (await worker.server.client.pull(worker.params.clone(), version=version)).values
 
     async def _finish(self, number: int, worker: WorkerState) -> None:
-        """However long the others take; a server that is gone ends the wait."""
+        """Wait for the other ranks at a server, without a time limit; the loss of the server ends the wait."""
         mine = [worker.buffers] if worker.buffers is not None and not number else []
         rows = [each.new_empty(worker.world_size * each.numel()) for each in mine]
         reply: Reply | None = None
@@ -238,7 +239,7 @@ class LoopServers:
             worker.buffers = worker.merge_buffers([found[rank] for rank in reply.fields["ranks"]])
 
     def close(self, *, failed: bool = False) -> None:
-        """Wait until nobody uses this rank's servers any more; after a failure, end them."""
+        """Wait until no rank uses this rank's servers; after a failure, kill them."""
         for helper in self._helpers:
             if failed:
                 helper.kill()
@@ -323,7 +324,7 @@ class ShardHost(RemoteService):
     @remote(WORKERS)
     @carrying(lambda host: host.buffers)
     async def _finish(self, call: Call) -> Reply:
-        """Once all have finished: the ranks that gave buffers, and all of them."""
+        """Once all have finished: the ranks that sent buffers, and the buffers."""
         if call.tensors:
             self._last[int(call.caller.split()[1])] = call.tensors[0].clone()
         self._finished.add(call.caller)
@@ -348,8 +349,8 @@ class ShardHost(RemoteService):
 
 
 def main(starter: Starter) -> None:
-    """The helper's process."""
-    torch.set_num_threads(1)
+    """Entry point of a helper process, which serves one shard until all ranks have closed their connections."""
+    torch.set_num_threads(1)  # it runs beside the ranks, on the same cores
     request = starter.request()
     identity = Identity(request["run"], f"server {request['number']}", request["number"])
     node = ProcessNode(identity, Credentials.of(request["credentials"]))

@@ -1,6 +1,6 @@
 """Samples and gradients of a user's own loop: this rank's share of a data set, and what `backward()` leaves.
 
-A method waits here between two steps. The group's mean is exchanged while a backward() that is not ours computes it:
+A method waits here between two steps. A gradient is averaged over the group while the user's backward() computes it:
 
     method stands at mean_gradient()      hooks armed
     user's loss.backward()
@@ -63,7 +63,7 @@ class LoopSource:
 
     @property
     def asked(self) -> Operation[None]:
-        """Done once the method stands at a request."""
+        """Done once the method waits for a gradient."""
         return self._asked
 
     @property
@@ -109,14 +109,15 @@ class LoopSource:
         return self._ask(requester, mean=True)
 
     def give(self) -> None:
-        """Go on with what is in the replica's `grads`, which stays the replica's where it is the mean."""
+        """Answer the request with the replica's `grads`: the tensor itself if it is the group's mean, else a copy."""
         replica = self._replica
         buffers = replica.buffers_flat() if self._has_buffers else None
+        # A copy, as `grads` is zeroed after the step: the method may still send its gradient then.
         values = replica.grads if self.wants_mean else replica.grads.clone()
         self._answer().resolve(Gradient(values, 0.0, self.batch_size, buffers, checked=True))
 
     def end(self) -> None:
-        """There is no more work."""
+        """Answer the request with `EndOfWork`."""
         self._answer().fail(EndOfWork())
 
     def model(self, requester: Requester) -> torch.Tensor:
@@ -129,7 +130,7 @@ class LoopSource:
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Nothing: the loop is the user's."""
+        """Do nothing: the loop is the user's."""
 
     def _ask(self, requester: Requester, *, mean: bool) -> Operation[Gradient]:
         requester.settle(self._replica.params)
@@ -152,7 +153,7 @@ class LoopSource:
 # ---- the exchange
 
 Failed = Callable[[BaseException], BaseException]
-"""Is told of an error, and gives the one to raise in its place."""
+"""Takes an error that ends the training, and returns the error to raise in its place."""
 
 
 REMEDY = (
@@ -174,8 +175,8 @@ _UNFINISHED = (
 class Exchange:
     """Turns the gradient of the model `name` in `replica.grads` into the mean over `group`; this rank weighs `share`.
 
-    `failed` is told of an error in the middle of the user's backward, and says what to raise. Set `examines` to have
-    every rank look whether its own gradient is finite before it is summed (`faulty_ranks`).
+    `failed` gets an error in the middle of the user's backward, and returns the one to raise. Set `examines` to have
+    every rank check its own gradient for NaN and infinity before it is summed (`faulty_ranks`).
     """
 
     def __init__(
@@ -222,7 +223,7 @@ class Exchange:
         self.arm()
 
     def disarm(self) -> None:
-        """Let gradients gather in `grads`, as hooks that do nothing would."""
+        """Let gradients gather in `grads` without an exchange."""
         self._overlap.disarm()
 
     def complete(self, mine: Intention) -> bool:
@@ -246,7 +247,7 @@ class Exchange:
         return [rank for rank, each in zip(self._group.ranks, said, strict=True) if each.item()]
 
     def close(self) -> None:
-        """Take the hooks off, and let go of operations: they keep the engine's connections open."""
+        """Remove the hooks, and drop the operations: they keep the engine's connections open."""
         self._overlap.close()
         self._said = None
 

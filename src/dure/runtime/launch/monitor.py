@@ -134,6 +134,7 @@ class RankMonitor:
 
     def check(self) -> None:
         """Raise `PeerLost` if a rank or a server is frozen. A waiting thread calls this about once a second."""
+        # The thread makes no further round while the store does not answer it (`_look`): it cannot judge that itself.
         if self._rounds != self._seen:
             self._seen = self._rounds
             self._store_silence.heard(STORE)
@@ -148,7 +149,8 @@ class RankMonitor:
         """Stop the heartbeats: this rank has ended."""
         self._closing.set()
         if self._wire is not None:
-            self._wire.wake()
+            self._wire.wake()  # the thread may wait in `poll`
+        # With a time limit: the thread may wait for a store that does not answer.
         self._thread.join(self._period + CLOSE_SECONDS)
 
     # ---- the callbacks of the wire
@@ -174,6 +176,7 @@ class RankMonitor:
         respond(Reply({"reason": self._reason}))
 
     def lost(self, loss: Loss) -> None:
+        # A rank at its end closes its connection in order. After another loss it may connect again: it stays silent.
         if loss.finished:
             self._silence.forget(loss.peer)
 
@@ -218,6 +221,7 @@ class RankMonitor:
             self._store.check([JOB])  # returns once the store has answered
         self._silence.pass_time()
         for name, pid in self.servers().items():
+            # Only a stopped server counts as silent: its exit closes connections, which ranks notice at once.
             if name not in self._silence or not is_stopped(pid):
                 self._silence.heard(name)
         for name in self._silence.names:
@@ -228,7 +232,7 @@ class RankMonitor:
 
     def _hear(self, name: str, reason: str) -> None:
         self._silence.heard(name)
-        self._reason = self._reason or reason
+        self._reason = self._reason or reason  # the first one stays, so that all ranks end with the same
 
     def _judge(self, name: str) -> None:
         silent = self._silence.seconds(name)

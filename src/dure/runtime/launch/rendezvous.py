@@ -305,11 +305,11 @@ def credentials_of(rendezvous: Rendezvous, integrity: Integrity = "mac") -> Cred
     if len(world) == 1:
         return mine
     for rank in world:
-        rendezvous.get(f"{NONCE} {rank}")  # refuses one with a code
+        rendezvous.get(f"{NONCE} {rank}")  # raises for a rank that has a key file, before a key is in the store
     if rendezvous.place.rank == 0:
         rendezvous.put(KEY, mine.key.hex())
     credentials = Credentials(bytes.fromhex(rendezvous.get(KEY)), integrity)
-    rendezvous.exchange("has key", True)
+    rendezvous.exchange("has key", True)  # all have read the key: it need not stay in the store
     if rendezvous.place.rank == 0:
         with suppress(RuntimeError):  # the store cannot delete keys
             rendezvous.store.delete_key(KEY)

@@ -210,9 +210,8 @@ def _lost(name: str, label: str, error: RuntimeError) -> PeerLost:
     message = re.sub(r"^\[\S*\] ", "", str(error))  # without the place in the engine's own source
     reason = re.split(r"\.?(?:\s*\n|\. |$)", message, maxsplit=1)[0]
     return PeerLost(
-        f"{name} waited for {label}, and a rank is gone ({reason}). "
-        "Collectives need every rank: "
-        "use a method over a parameter server (ps), or resume from the last checkpoint."
+        f"{name} waited for {label}, and a rank is gone ({reason}). A collective needs every rank. "
+        "Use a method over a parameter server (ps), or resume from the last checkpoint."
     )
 
 

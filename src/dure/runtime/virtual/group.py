@@ -99,8 +99,8 @@ class CollectiveRounds:
 
     def _lost(self, rank: int) -> PeerLost:
         return PeerLost(
-            f"worker {rank} is gone and a collective needs every rank. "
-            "Use a method over a parameter server (ps), or resume from the last checkpoint with fewer workers."
+            f"worker {rank} is gone, and a collective needs every rank. "
+            "Use a method over a parameter server (ps), or resume from the last checkpoint."
         )
 
     def arrive(

@@ -81,8 +81,8 @@ class Outbound:
         self._numbers = itertools.count(1)
         self._abandoned: dict[int, int] = {}  # bytes of the reply of each cancelled call, by number
         self._rooms: dict[int, Lease] = {}  # memory in which the host reads the tensors of each request
-        self._receiving: Pending | None = None
-        self._dropping = False
+        self._receiving: Pending | None = None  # the call whose reply is arriving in its tensors
+        self._dropping = False  # whether the arriving reply is skipped
         connection.side = self
 
     def request(self, request: Request, on_done: OnDone) -> Pending:
@@ -97,7 +97,8 @@ class Outbound:
         }
         if request.into is None:
             meta["borrows"] = True
-        raw = encode_meta(meta)
+        raw = encode_meta(meta)  # before the call is listed: an error here leaves no pending call
+        # The connection may have ended before its owner has learned of it: the call fails by `on_done` like others.
         if self.error is not None:
             self.finish(pending, self.error)
             return pending
@@ -235,7 +236,7 @@ class Outbound:
                 self.connection.parser.place(pending.places(frame.meta["tensors"]))
                 return
             self.finish(pending, error)
-            self._abandoned[pending.number] = 0
+            self._abandoned[pending.number] = 0  # its frame still arrives, and is skipped
         if size > most:
             raise DamagedFrame(f"a reply of {size} bytes to a call that has ended; at most {most} are skipped.")
         self._dropping = True

@@ -121,7 +121,7 @@ class Wire:
             left = deadline - time.monotonic()
             if left <= 0:
                 handshake.connection.end(PeerLost("no welcome in time"))
-                raise CallTimeout(f"{name} at {endpoint(host, port)} did not welcome us within {timeout} s.")
+                raise CallTimeout(f"{name} at {endpoint(host, port)} did not answer the greeting within {timeout} s.")
             self.poll(left)
         if handshake.error is not None:
             handshake.connection.end(handshake.error)

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """All-reduce around a ring: every rank sends as little as is possible, in as many rounds as there are ranks, twice.
+    """All-reduce around a ring: each of K ranks sends the least possible number of bytes, in 2 (K - 1) rounds.
 
-    The ranks of `line`, each with the next one on its right, the last with the first.
+    In `line` each rank has the next one on its right, and the last one has the first.
 
     Patarasuk and Yuan, "Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations", JPDC 2009.
 
@@ -54,7 +54,7 @@ class Ring:
         await self._pass_on(whole, cuts, complete, first=1)
 
     async def reduce_scatter(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's chunk of the sum; `whole` is left with parts of it."""
+        """This rank's chunk of the sum; the rest of `whole` holds partial sums afterwards."""
         cuts = equal_ranges(whole.numel(), len(self.line))
         parts = [whole.new_empty(len(range(*cuts[self._chunk(-r - 2)]))) for r in range(len(cuts) - 1)]
         coming = [self._recv(part) for part in parts]
@@ -62,7 +62,7 @@ class Ring:
         return _cut(whole, cuts[self.line.here])
 
     async def all_gather(self, whole: torch.Tensor, cuts: Sequence[Range]) -> None:
-        """Have everybody's `cuts[place]` of `whole` at every rank."""
+        """Gather `whole` at every rank: the rank at each place has its `cuts[place]`."""
         coming = [self._recv(_cut(whole, cuts[self._chunk(-r - 1)])) for r in range(len(cuts) - 1)]
         await self._pass_on(whole, cuts, coming, first=0)
 
@@ -107,7 +107,7 @@ def _cut(whole: torch.Tensor, cut: Range) -> torch.Tensor:
 
 
 AHEAD = 2
-"""Children whose vectors a rank has room for at one time."""
+"""Children from which a rank receives at one time. Each takes a buffer as large as the whole vector."""
 
 
 class Subtree(NamedTuple):
@@ -149,17 +149,17 @@ class Tree:
 
         a tree of ranks lo .. hi - 1 has its root at lo: it is that of the left half, with that of the right as a child
 
-                0                     up      a rank takes in its children, the smallest first, then tells its parent
-              / | \                    down    a rank hears from its parent, then tells its children, the largest first
-             1  2  4
-                |  | \                  8 ranks, 3 rounds up and 3 down
-                3  5  6
+                0                     up      a rank adds its children's sums, the smallest first, then sends to its
+              / | \                            parent
+             1  2  4                   down    a rank receives from its parent, then sends to its children, the largest
+                |  | \                         first
+                3  5  6                8 ranks, 3 rounds up and 3 down
                       |
                       7
 
     With halves that differ by one, no two children of a rank are ready in the same round, however many ranks there are:
-    a parent's card takes in one after the other. The sum is made at the root, and copied: all ranks end with the same
-    bits.
+    a parent's network card receives one after the other. The sum is made at the root, and copied: all ranks end with
+    the same bits.
     """
 
     line: Ranks
@@ -178,13 +178,13 @@ class Tree:
         await self.broadcast(whole, coming)
 
     async def all_gather(self, whole: torch.Tensor, cuts: Sequence[Range]) -> None:
-        """Have everybody's `cuts[place]` of `whole` at every rank."""
+        """Gather `whole` at every rank: the rank at each place has its `cuts[place]`."""
         coming = self.ask_for(whole)
         await self.gather(whole, cuts)
         await self.broadcast(whole, coming)
 
     async def reduce(self, whole: torch.Tensor) -> None:
-        """The sum at the root; at the others `whole` is left with that of their subtree."""
+        """Reduce to the root; at each other rank `whole` then holds the sum of its subtree."""
         line, rising = self.line, self.children[::-1]
         parts = [whole.new_empty(whole.numel()) for _ in rising[:AHEAD]]
         coming = [line.recv(child.root, part) for child, part in zip(rising, parts, strict=False)]
@@ -198,7 +198,7 @@ class Tree:
             await line.end(line.send(self.parent, whole), self.parent)
 
     async def gather(self, whole: torch.Tensor, cuts: Sequence[Range]) -> None:
-        """Everybody's part at the root; at the others, those of their subtree."""
+        """Gather the parts of all ranks at the root; each other rank then has those of its subtree."""
         line = self.line
         coming = [(child.root, line.recv(child.root, _of(child, whole, cuts))) for child in self.children[::-1]]
         for child, asked in coming:
@@ -208,11 +208,11 @@ class Tree:
             await line.end(line.send(self.parent, _of(Subtree(line.here, stop), whole, cuts)), self.parent)
 
     def ask_for(self, whole: torch.Tensor) -> Operation[torch.Tensor] | None:
-        """Ask ahead for what `broadcast` brings. `whole` may be sent up meanwhile: nothing comes down before."""
+        """Ask ahead for the vector of `broadcast`. `whole` may still be sent up: the parent sends down after that."""
         return None if self.parent is None else self.line.recv(self.parent, whole)
 
     async def broadcast(self, whole: torch.Tensor, coming: Operation[torch.Tensor] | None) -> None:
-        """The root's `whole` at every rank; `coming` is what `ask_for` gave."""
+        """Copy the root's `whole` to every rank; `coming` is the operation that `ask_for` has returned."""
         if coming is not None and self.parent is not None:
             await self.line.end(coming, self.parent)
         for child in self.children:
@@ -225,7 +225,7 @@ def _of(tree: Subtree, whole: torch.Tensor, cuts: Sequence[Range]) -> torch.Tens
 
 @dataclass(frozen=True)
 class HalvingDoubling:
-    """All-reduce by halves: as little is sent as around a ring, in 2 log2 K rounds.
+    """All-reduce by halves: a rank sends as few bytes as around a ring, in 2 log2 K rounds.
 
     The ranks of `line`; rank P + e is the extra of rank e.
 
@@ -269,14 +269,12 @@ class HalvingDoubling:
             await line.end(line.send(extra, whole), extra)
 
     async def _halve_and_double(self, whole: torch.Tensor) -> None:
-        """Among the first P. Where all come at the same time they ask ahead.
-
-        Where some have taken in an extra before, who asked ahead would have the early ones crowd out those whose turn
-        it is.
-        """
+        """All-reduce among the first P ranks."""
         line = self.line
         rounds = self._rounds(whole)
         asking = [partial(line.recv, partner, part) for partner, _, part, _ in rounds]
+        # All begin at the same time, and ask ahead. With extras, ranks that have received one begin later: messages of
+        # the others for later rounds, if asked for ahead, would share the links with those of the present round.
         coming = [ask() for ask in asking] if self.power == len(line) else []
         for r, (partner, give, part, keep) in enumerate(rounds):
             asked = coming[r] if coming else asking[r]()
@@ -287,7 +285,7 @@ class HalvingDoubling:
             await line.end(sent, partner)
 
     def _rounds(self, whole: torch.Tensor) -> list[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor | None]]:
-        """Of each round: the partner, what to give it, where to take in its part, and what to add that to."""
+        """Each round: its partner, the part to send, memory for the partner's part, and the part to add that to."""
         here, chunks = self.line.here, equal_ranges(whole.numel(), self.power)
 
         def those(first: int, count: int) -> torch.Tensor:
@@ -304,10 +302,10 @@ class HalvingDoubling:
         return [*halving, *reversed(doubling)]
 
     async def all_gather(self, whole: torch.Tensor, cuts: Sequence[Range]) -> None:
-        """Have everybody's `cuts[place]` of `whole`, all of one size, at every rank.
+        """Gather `whole` at every rank: the rank at each place has its `cuts[place]`, all of one size.
 
-        Round r gives what is there, at most 2^r parts, to the rank 2^r to the left, and takes as much from the right:
-        `turned` has the own part first, then those of the ranks to the right.
+        Round r sends the parts that this rank has, at most 2^r, to the rank 2^r to the left, and receives as many from
+        the right: `turned` has the own part first, then those of the ranks to the right.
         """
         line, here, size = self.line, self.line.here, len(self.line)
         numel = len(range(*cuts[here]))
@@ -336,7 +334,7 @@ def hosts_of(machines: Sequence[int]) -> list[range]:
 
 @dataclass(frozen=True)
 class Hierarchical:
-    """All-reduce in two storeys: a tree within each host, a ring among the hosts.
+    """All-reduce in two levels: a tree within each host, a ring among the hosts.
 
     The ranks of `line`, which are on `hosts`: a range of places in the line for each host, in order.
 
@@ -346,7 +344,7 @@ class Hierarchical:
         host 1: 2 <- 3      2. the leaders all-reduce around a ring
         host 2: 4           3. each leader broadcasts to its host
 
-    One rank of each host talks to other hosts, and the ring is as long as there are hosts.
+    Only the leader of a host exchanges messages with other hosts, and the ring has one rank per host.
     """
 
     line: Ranks
@@ -366,7 +364,7 @@ class Hierarchical:
 
     @cached_property
     def leaders(self) -> Ring | None:
-        """The ring, at those who are in it."""
+        """The ring of the leaders; None at other ranks."""
         leads = self.line.here == self.host[0]
         return Ring(self.line.among([host[0] for host in self.hosts])) if leads else None
 
@@ -378,7 +376,7 @@ class Hierarchical:
         await self.within.broadcast(whole, coming)
 
     async def all_gather(self, whole: torch.Tensor, cuts: Sequence[Range]) -> None:
-        """Have everybody's `cuts[place]` of `whole` at every rank."""
+        """Gather `whole` at every rank: the rank at each place has its `cuts[place]`."""
         coming = self.within.ask_for(whole)
         await self.within.gather(whole, [cuts[place] for place in self.host])
         if self.leaders is not None:
@@ -386,7 +384,7 @@ class Hierarchical:
         await self.within.broadcast(whole, coming)
 
     async def broadcast(self, whole: torch.Tensor, root: int) -> None:
-        """The `whole` of the rank at `root` at every rank: to one rank of each host, and by it to the others there."""
+        """Copy the `whole` of the rank at `root` to one rank of each host, and from it to the others there."""
         above = self.hosts.index(self._of(root))
         hosts = [*self.hosts[above:], *self.hosts[:above]]
         heads = [root, *(host[0] for host in hosts[1:])]
@@ -439,7 +437,7 @@ class Torus:
         await self.within.all_gather(whole, equal_ranges(whole.numel(), self.per_host))
 
     async def all_gather(self, whole: torch.Tensor, cuts: Sequence[Range]) -> None:
-        """Have everybody's `cuts[place]` of `whole` at every rank: those of this place, then each host's."""
+        """Gather `whole` at every rank: first the `cuts` of this place at all hosts, then the others in the host."""
         await self.across.all_gather(whole, cuts[self._place :: self.per_host])
         for first in range(0, len(self.line), self.per_host):
             await self.within.all_gather(whole, cuts[first : first + self.per_host])
@@ -459,7 +457,7 @@ class AllToAll:
     line: Ranks
 
     async def all_reduce(self, whole: torch.Tensor) -> None:
-        own = whole.clone()  # it is added in its turn, and `whole` begins with the vector of the first rank
+        own = whole.clone()  # it is added in its turn, when `whole` holds the sum of the ranks before
         vectors = [own if place == self.line.here else whole.new_empty(whole.numel()) for place in self._places()]
         await self._exchange(own, vectors)
         whole.copy_(vectors[0])
@@ -467,7 +465,7 @@ class AllToAll:
             await self.line.add(whole, vector)
 
     async def all_gather(self, whole: torch.Tensor, cuts: Sequence[Range]) -> None:
-        """Have everybody's `cuts[place]` of `whole` at every rank."""
+        """Gather `whole` at every rank: the rank at each place has its `cuts[place]`."""
         parts = [whole[start:stop] for start, stop in cuts]
         await self._exchange(parts[self.line.here], parts)
 

@@ -1,10 +1,10 @@
-"""A group whose mean gradient, or mean change of a model, travels as a codec has it; all else as it would without.
+"""A group whose mean gradients, and mean changes of a model, a codec encodes; other collectives travel as they are.
 
     stripes     worker                                   owner of a stripe (each worker has one)
-                  give (round, encoded stripe) ----------->  waits for everybody's
-                  <--------------------------------------- what they make together, encoded again
+                  give (round, encoded stripe) ----------->  waits for those of all workers
+                  <--------------------------------------- their combination, encoded again
 
-    gather        take (round, message) -----------------> everybody, who adds up all messages in rank order
+    gather        take (round, message) -----------------> every worker, which adds up all messages in rank order
 
 `codec.exchange` says which codecs go which way, and what an owner does. Virtual time charges encoding, decoding and
 combining by what the codec costs (`codec.cost`).
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 MESSAGE = {"round": COUNT, "share": FINITE, "faulty": maybe(TRUTH)}
 
 SERVICE = "stripe"
-"""What a node's `ChunkServer` is called by."""
+"""Name of the service `ChunkServer` of a node."""
 
 
 class ChunkServer(RemoteService):
-    """Where the messages of a round arrive; a service. Rounds are numbered, and nobody is more than one ahead.
+    """A service that receives the messages of each round. Rounds are numbered; no member is more than one ahead.
 
     A member whose gradient is not finite sends zeros, and `faulty`: the answer to `give` has the places of all these.
     """
@@ -55,7 +55,7 @@ class ChunkServer(RemoteService):
     @remote(WORKERS, **MESSAGE)
     @carrying(lambda server: server.message)
     def _give(self, call: Call) -> Awaitable[Reply]:
-        """Take an owner's part: `nbytes`, and what all parts make, once all are here."""
+        """Take a member's part of this stripe: the combination of all parts and its `nbytes`, once all are here."""
         number = call.fields["round"]
         complete = self._took(call)
         if len(self._rounds[number]) == len(self._members):
@@ -72,8 +72,9 @@ class ChunkServer(RemoteService):
         return Reply()
 
     def _took(self, call: Call) -> Operation[Any]:
-        """Keep a member's message; that everybody's message of its round is here."""
+        """Keep a member's message; returns the operation that ends once all messages of its round are here."""
         number, place = call.fields["round"], self._members.index(call.caller)
+        # A copy: `take` is answered at once, and then the memory of the request is used for others.
         self._rounds.setdefault(number, {})[place] = (call.tensors[0].clone(), call.fields["share"])
         if call.fields.get("faulty"):
             self._faulty.setdefault(number, []).append(place)
@@ -88,23 +89,23 @@ class ChunkServer(RemoteService):
         return f"{call.caller} may not {call.method} a message here: the group is {members}."
 
     def lost(self, node: str) -> None:
-        """A node is gone, says the runtime: no round can end without it."""
+        """Fail all rounds after the loss of a member: none can end without it."""
         if node in self._members and not self._gone:
             self._gone = node
             for complete in self._complete.values():
                 complete.fail(self._error())
 
     def complete(self, number: int) -> Operation[Any]:
-        """That everybody's message of a round is here; of `give`, what they make."""
+        """An operation that ends once all messages of a round are here; with `give`, its value is their combination."""
         if number not in self._complete:
             complete = self._complete[number] = self._node.promise(f"everybody's part of round {number}")
-            complete.when_done(nothing)  # its error is raised in who waits for it
+            complete.when_done(nothing)  # its error is raised where it is awaited
             if self._gone:
                 complete.fail(self._error())
         return self._complete[number]
 
     def messages(self, number: int) -> list[torch.Tensor]:
-        """Those of a round that is complete, in rank order; the round is over then."""
+        """Take the messages of a complete round, in rank order, and forget the round."""
         came = self._rounds.pop(number)
         del self._complete[number]
         return [came[place][0] for place in range(len(self._members))]
@@ -122,7 +123,7 @@ class ChunkServer(RemoteService):
         work = Apply(lambda: self._owner.combine(messages, shares), nbytes, self._owner.codec_works(len(came)))
         try:
             complete.resolve((await self._node.compute(work), self.faulty(number)))
-        except DamagedMessage as error:  # nobody may wait for what will never be
+        except DamagedMessage as error:  # members wait for this combination, which never comes
             complete.fail(Refused(f"round {number} of {self._node.name}'s stripe cannot be combined: {error}"))
 
     async def _combined(self, complete: Operation[Any]) -> Reply:
@@ -137,7 +138,7 @@ class ChunkServer(RemoteService):
 
 
 class CompressedGroup:
-    """`group`, whose `mean_gradient` and `mean_change` travel encoded."""
+    """A `group` with encoded messages for `mean_gradient` and `mean_change`."""
 
     def __init__(self, node: Node, group: Group, codec: Codec, layers: Sequence[ShapedSlice], meter: Meter) -> None:
         self._node, self._group, self._meter = node, group, meter
@@ -157,19 +158,19 @@ class CompressedGroup:
         node.serve(SERVICE, self._desk)
 
     def mean_gradient(self, work: Any, share: float) -> Operation[Any]:
-        """The gradient is computed, then encoded and exchanged."""
+        """Compute a gradient, then encode and exchange it."""
         started = self._node.now()
         computing = self._node.compute(work)
         self._round += 1
         operation = self._node.spawn(self._exchange(computing, started, share, self._round), "the mean gradient")
-        operation.when_done(nothing)  # whoever awaits it hears of its error
+        operation.when_done(nothing)  # its error is raised where it is awaited
         return operation
 
     def mean_change(self, values: torch.Tensor, since: torch.Tensor, share: float) -> Operation[torch.Tensor]:
         """The sum over members of `share * values`, the shares adding up to 1; both stay as they are.
 
-        What travels is how far they are from `since`, which all have alike: so the codec's error is fed back to the
-        next change, and what all get is alike too.
+        The difference of `values` and `since`, which is equal at all members, travels encoded. So the codec's error is
+        added to the next change, and the results are equal at all members too.
         """
         self._round += 1
         return self._node.spawn(self._mean_change(values - since, since, share, self._round), "the mean change")
@@ -191,7 +192,7 @@ class CompressedGroup:
         return gradient
 
     async def _mean(self, values: torch.Tensor, share: float, number: int, **more: Any) -> Sequence[int]:
-        """Have everybody's mean in place of `values`; the places of the members that were `faulty`."""
+        """Replace `values` by the mean over all members; returns the places of the members that were `faulty`."""
         return await (self._gather if self._gathers else self._stripes)(values, share, number, **more)
 
     async def _stripes(self, values: torch.Tensor, share: float, number: int, **more: Any) -> Sequence[int]:
@@ -235,7 +236,7 @@ class CompressedGroup:
         try:
             return await call
         except RemoteError as error:
-            self._desk.lost(member)
+            self._desk.lost(member)  # members that wait here for the same round end with this error too
             raise PeerLost(str(error)) from error
 
     # ---- what survives a restart

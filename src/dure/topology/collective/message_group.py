@@ -1,6 +1,6 @@
-"""Collectives written from sends: what a group of workers does in place of the engine's, the same on every runtime.
+"""Collectives written from sends, in place of the engine's; the same code on every runtime.
 
-`algorithms` has the algorithms. All broadcast down a tree, and meet at a barrier by dissemination. Only the ring has a
+`algorithms` has the algorithms. All broadcast down a tree, and their barrier is a dissemination. Only the ring has a
 reduce_scatter of its own; with the others each rank keeps its slice of an all_reduce.
 """
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Algorithm(Protocol):
-    """What an algorithm does, in place, to the flat vector of each rank of its line."""
+    """An algorithm of collectives, which work in place on the flat vector of each rank of its line."""
 
     async def all_reduce(self, whole: torch.Tensor) -> None: ...
 
@@ -38,7 +38,7 @@ def machines_of(topology: Collective, machines: Sequence[int]) -> Sequence[int]:
 
 
 def algorithm_of(topology: Collective, machines: Sequence[int] = ()) -> Callable[[Ranks], Algorithm]:
-    """The maker of the algorithm that `topology` names, for ranks on `machines`; by default each has its own."""
+    """The maker of the algorithm that `topology` names, for ranks on `machines`; by default each rank has its own."""
 
     def make(line: Ranks) -> Algorithm:
         hosts = hosts_of(machines_of(topology, machines or line.ranks))
@@ -60,8 +60,8 @@ def algorithm_of(topology: Collective, machines: Sequence[int] = ()) -> Callable
 class SentGroup:
     """A `Group` whose collectives are messages between its members.
 
-    They happen in the order in which they were called, one after another, at every member; each is under way while its
-    caller does something else. Whoever is gone ends all of them at all members, with `PeerLost`.
+    Every member runs its collectives one after another, in the order of the calls, while their callers go on. The loss
+    of a member ends all of them at all members, with `PeerLost`.
 
     `algorithm` makes their algorithm, given the line of the members.
     """
@@ -94,12 +94,12 @@ class SentGroup:
         return self._begin("the others at a barrier", self._barrier)
 
     def mean_gradient(self, work: Any, share: float) -> Operation[Any]:
-        """The gradient is computed, then summed: nothing is sent before the last of it is there."""
+        """Compute a gradient, then sum it: nothing is sent before all of it is computed."""
         started = self._node.now()
         computing = self._node.compute(work)
         return self._begin("the group's mean gradient", partial(self._mean_gradient, computing, started, share))
 
-    # ---- what that is
+    # ---- their work
 
     async def _all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         await self._algorithm.all_reduce(tensor.view(-1))
@@ -133,7 +133,7 @@ class SentGroup:
         return tensor
 
     async def _barrier(self) -> None:
-        """In round r each rank tells the one 2^r further; then it has heard, by way of others, from everybody."""
+        """In round r each rank sends to the one 2^r further. After the last round all have entered the barrier."""
         line, here, size = self._line, self._line.here, len(self.ranks)
         steps = [1 << r for r in range((size - 1).bit_length())]
         word = torch.empty(0, device="cpu")
@@ -155,10 +155,12 @@ class SentGroup:
 
     def _begin(self, label: str, work: Callable[[], Awaitable[Any]]) -> Operation[Any]:
         operation = self._last = self._node.spawn(self._in_turn(self._last, work), label)
-        operation.when_done(nothing)  # whoever awaits it later hears of its error
+        operation.when_done(nothing)  # its error is raised where it is awaited
         return operation
 
     async def _in_turn(self, before: Operation[Any] | None, work: Callable[[], Awaitable[Any]]) -> Any:
+        # Members match messages by their order alone, so no two collectives may run at once. Only the end of the one
+        # before is awaited, not its value: its error belongs to its own caller.
         if before is not None and not before.done:
             await self._node.first(before)
         self._loss.check()

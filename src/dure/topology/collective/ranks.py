@@ -1,7 +1,8 @@
-"""Where a rank stands among the ranks of a collective, and what it says to the others.
+"""The ranks of a collective as one of them sees them: their places, messages between them, and the loss of a rank.
 
-A message leaves once its receiver has asked for it, and asking takes as long as a header: who knows what will come asks
-ahead. Nobody waits for one who is gone: the first to notice tells all, and every wait of all ends with one error.
+A message leaves once its receiver has asked for it, and the question takes as long as a header: a rank asks ahead for
+messages that it expects. The first rank that notices a loss reports it to the others, and every wait at every rank ends
+with the same error.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ if TYPE_CHECKING:
     from dure.core.node import Node
 
 SERVICE = "collective"
-"""What a node's `GroupFailure` is called by."""
+"""Name of the service `GroupFailure` of a node."""
 
 
 class GroupFailure(RemoteService):
-    """Who of `ranks` is gone, as all of them hear of it."""
+    """The loss of one of `ranks`, which each of them reports to the others."""
 
     def __init__(self, node: Node, ranks: Sequence[int]) -> None:
         self.noticed: Operation[None] = node.promise("a rank of the group to be lost")
@@ -35,17 +36,18 @@ class GroupFailure(RemoteService):
         self._reason = ""
 
     def of(self, rank: int, why: str = "") -> None:
-        """`rank` is gone: end every wait, here and at the others."""
+        """Take `rank` for lost: end every wait, here and at the others."""
         if self.noticed.done:
             return
         self._reason = f"worker {rank} is gone{f' ({why})' if why else ''}, and a collective needs every rank"
         self.noticed.resolve()
         for other in self._ranks:
             if other not in (rank, self._node.rank):
-                self._node.call(Address(f"worker {other}", SERVICE), "gone", rank=rank)  # or it is gone too
+                # Not awaited: a rank that this call does not reach is lost as well.
+                self._node.call(Address(f"worker {other}", SERVICE), "gone", rank=rank)
 
     def check(self) -> None:
-        """Raise `PeerLost` if anybody is gone."""
+        """Raise `PeerLost` if a rank is lost."""
         if self.noticed.done:
             raise PeerLost(
                 f"{self._reason}. Use a method over a parameter server (ps), or resume from the last checkpoint."
@@ -73,7 +75,7 @@ class GroupFailure(RemoteService):
 
 @dataclass(frozen=True)
 class Ranks:
-    """`ranks` in a row, as the one on `node` sees them: each goes by its place, this one by `here`."""
+    """A line of `ranks`, seen from the rank on `node`: each is known by its place, and `here` is the own place."""
 
     node: Node
     ranks: tuple[int, ...]
@@ -87,21 +89,22 @@ class Ranks:
         return len(self.ranks)
 
     def among(self, places: Sequence[int]) -> Ranks:
-        """The line of those at `places`, of whom this rank is one."""
+        """The line of the ranks at `places`, of which this rank is one."""
         return Ranks(self.node, tuple(self.ranks[place] for place in places), self.loss)
 
     def send(self, place: int, part: torch.Tensor) -> Operation[None]:
-        """Start to send `part`, which is lent until this has ended."""
+        """Start to send `part`, which must not change until this has ended."""
         return self.node.send(f"worker {self.ranks[place]}", part)
 
     def recv(self, place: int, into: torch.Tensor) -> Operation[torch.Tensor]:
         """Ask for the next message from `place` that has not been asked for."""
         asked = self.node.recv(f"worker {self.ranks[place]}", into)
-        asked.when_done(nothing)  # who asks ahead may be told of a loss before it waits
+        asked.when_done(nothing)  # a loss may fail it before it is awaited
         return asked
 
     async def end(self, operation: Operation[Any], place: int) -> None:
-        """Wait for a message to or from `place`. Raises `PeerLost`, whoever of the group it is that is gone."""
+        """Wait for a message to or from `place`. Raises `PeerLost` if any rank of the group is lost."""
+        # The rank at `place` may itself wait for a lost one: then this message never comes, though both ends run.
         if not operation.done:
             await self.node.first(operation, self.loss.noticed)
         self.loss.check()

@@ -1,4 +1,4 @@
-"""Collectives in one run: the group of all workers, a method's use of it, and what ranks agree on before a step."""
+"""Collectives in one run: the group of all workers, a method's use of it, and the agreement before a step."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Counts(NamedTuple):
     def going_on(self) -> bool:
         """Whether all ranks step or skip, or all only evaluate.
 
-        Raises `UsageError` if some only look, or some left out an exchanged step that others took.
+        Raises `UsageError` if some only evaluate, or some left out an exchanged step that others took.
         """
         if 0 < self.left_out < self.ranks:
             raise UsageError(
@@ -137,7 +137,7 @@ class GroupSession:
             worker.buffers = worker.merge_buffers(await self.members.all_gather(worker.buffers))
 
     async def gather_stats(self, stats: Stats) -> None:
-        """Give `stats` to all members; `WorkerState.stats` then has those of each, in rank order."""
+        """Send `stats` to all members; `WorkerState.stats` then has those of each, in rank order."""
         worker = self._worker
         started = worker.node.now()
         own = torch.tensor(list(stats.values()), dtype=torch.float64, device="cpu")
@@ -171,8 +171,8 @@ class CollectiveTopology(Topology):
         sizes = [len(host) for host in hosts_of(machines_of(choice, self.plan.machines))]
         if choice.algorithm == "torus" and len(set(sizes)) > 1:
             raise StrategyError(
-                f"torus needs as many workers on each host, and the hosts have {', '.join(map(str, sizes))}. Use "
-                "collective:algorithm=hierarchical, which takes any."
+                f"torus needs the same number of workers on each host, and the hosts have "
+                f"{', '.join(map(str, sizes))}. Use collective:algorithm=hierarchical, which allows different numbers."
             )
 
     def group(self, node: Node, meter: Meter) -> Group:

@@ -41,4 +41,4 @@ class Gossip:
         if self.degree < 2:
             raise ValueError(f"degree counts neighbors and must be >= 2, got {self.degree}. Use 2 for rings.")
         if self.seed < 0:
-            raise ValueError(f"seed must be >= 0, got {self.seed}. Use 0 for the usual one.")
+            raise ValueError(f"seed must be >= 0, got {self.seed}. Use 0 for the default graph.")

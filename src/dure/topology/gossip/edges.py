@@ -22,7 +22,7 @@ def edges_text(graph: nx.Graph) -> str:
 
 
 def _whole(graph: nx.Graph, name: str) -> nx.Graph:
-    """`graph`, once it is known to be connected."""
+    """Return `graph` if it is connected; raises `StrategyError` if it is not."""
     import networkx as nx
 
     islands = [sorted(island) for island in nx.connected_components(graph)]
@@ -49,6 +49,6 @@ def _ranked(found: nx.Graph) -> nx.Graph:
 
 
 def _place(node: Any) -> tuple[int, str]:
-    """Where a node of a file comes in the order of ranks: by its number if it has one (also n7), else by its name."""
+    """The sort key that makes ranks of the nodes of a file: the number, if a node has one (also n7), else the name."""
     digits = str(node).lstrip("n")
     return (int(digits), "") if digits.isdigit() else (1 << 62, str(node))

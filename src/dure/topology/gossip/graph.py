@@ -1,13 +1,13 @@
-"""Who is whose neighbor in gossip, and how fast that mixes.
+"""Graphs of the neighbors in gossip, and how fast averaging along them mixes.
 
 | graph            | neighbors of worker i of K                                  | degree                |
 |------------------|-------------------------------------------------------------|-----------------------|
 | `ring`           | i - 1 and i + 1                                             | 2                     |
 | `exponential`    | those 1, 2, 4, 8, ... away, both ways                       | about 2 log2 K        |
 | `random-regular` | as many as `degree`, drawn with `seed`                      | `degree`              |
-| `complete`       | everybody                                                   | K - 1                 |
-| `0-1/1-2/2-0`    | what it says: pairs of ranks                                |                       |
-| a file           | what it says: an edge list, or GraphML if it ends so        |                       |
+| `complete`       | all others                                                  | K - 1                 |
+| `0-1/1-2/2-0`    | as written, in pairs of ranks                               |                       |
+| a file           | as in the file: an edge list, or GraphML if it ends so      |                       |
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DRAWS = 100
 
 
 def build(topology: Gossip, workers: int) -> nx.Graph:
-    """The graph of the ranks 0 .. workers - 1. Raises `StrategyError` if there is none that is connected."""
+    """The graph of the ranks 0 .. workers - 1. Raises `StrategyError` if it does not exist or is not connected."""
     import networkx as nx
 
     graph = _named(topology, workers) if topology.graph in GRAPHS else _read(topology.graph)
@@ -47,7 +47,7 @@ def build(topology: Gossip, workers: int) -> nx.Graph:
 
 
 def size(topology: Gossip) -> int | None:
-    """How many workers the graph is for; None where it is made for any number. Raises `StrategyError`."""
+    """The number of workers that the graph is for; None if it is made for any number. Raises `StrategyError`."""
     return None if topology.graph in GRAPHS else _read(topology.graph).number_of_nodes()
 
 
@@ -95,10 +95,11 @@ def _read(name: str) -> nx.Graph:
 
 
 def reconnect(graph: nx.Graph, gone: Collection[int]) -> nx.Graph:
-    """`graph` without those who are gone: the neighbors of each are linked in a row, so that it stays connected."""
+    """`graph` without the ranks in `gone`. The neighbors of each are linked in a row, so that it stays connected."""
     import networkx as nx
 
     reconnected = graph.copy()
+    # In the order of ranks, so that workers that know of the same losses derive the same graph.
     for node in sorted(gone):
         if node in reconnected:
             around = sorted(reconnected.neighbors(node))
@@ -111,7 +112,7 @@ def reconnect(graph: nx.Graph, gone: Collection[int]) -> nx.Graph:
 
 
 SIZES = (8, 16, 64)
-"""Numbers of workers that are shown if none is given."""
+"""Numbers of workers that are shown by default."""
 
 
 def graph_rows(choice: Gossip | None, workers: int | None) -> dict[str, Any]:
@@ -124,7 +125,7 @@ def graph_rows(choice: Gossip | None, workers: int | None) -> dict[str, Any]:
         StrategyError: the graph that was chosen does not exist for so many workers.
     """
     if workers is not None and workers < 2:
-        raise UsageError(f"workers should be 2 or more, got {workers}: nobody gossips alone.")
+        raise UsageError(f"workers must be 2 or more, got {workers}: gossip needs a neighbor.")
     if choice is None:
         rows = [_row(Gossip(name), count) for name in GRAPHS for count in ((workers,) if workers else SIZES)]
     else:

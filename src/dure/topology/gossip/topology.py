@@ -6,24 +6,24 @@
       settle (number) --------------------------------->  it counts
       <-------------------------------------- it stood --
 
-An averaging is atomic: between `meet` and its answer a worker takes part in no other. Whoever is asked meanwhile tells
-the caller to wait if the caller's rank is below its own, and refuses it otherwise: then every chain of waiting workers
-climbs in rank and ends at one who waits for nobody, whatever the graph. A refused one asks another neighbor.
+An averaging is atomic: between `meet` and its answer a worker takes part in no other. A worker that is asked meanwhile
+lets the caller wait if the caller's rank is below its own, and refuses it otherwise. So every chain of waiting workers
+rises in rank and ends at a worker that does not wait, whatever the graph. A refused worker asks another neighbor.
 
-Gradients do not stop for it: what a worker has learned between `meet` and its answer stays, since the difference is
-added. So the sum of all models is what it was, averaging by averaging; and one counts on both sides or on neither:
+Gradients do not stop for it: changes of a worker's model between `meet` and its answer stay, because the difference is
+added. So an averaging leaves the sum of all models as it was, and it counts on both sides or on neither:
 
-| what goes wrong                          | active                     | passive                              |
+| failure                                  | active                     | passive                              |
 |------------------------------------------|----------------------------|--------------------------------------|
-| the passive dies before it answers       | nothing has changed        |                                      |
-| the active dies before it has settled    |                            | takes the difference back            |
-| the passive dies before it has settled   | takes the difference back  |                                      |
-| no answer for long                       | gives up, and says so      | takes the difference back, if any    |
-| a connection ends, and both live         | asks whether it counted    | takes the difference back            |
+| the passive fails before it answers      | nothing has changed        |                                      |
+| the active fails before it has settled   |                            | takes the difference back            |
+| the passive fails before it has settled  | takes the difference back  |                                      |
+| no answer for long                       | withdraws the averaging    | takes the difference back, if any    |
+| a connection ends, and both run          | asks whether it counted    | takes the difference back            |
 | `meet` arrives twice                     |                            | answers the same again               |
 
 If a neighbor is gone, the worker leaves it out and reconnects the graph around it (`graph.reconnect`). A neighbor that
-calls again is a neighbor again. A worker at its end averages no more, so its delivered model does not change.
+calls again is used again. A worker at its end averages no more, so its delivered model does not change.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ if TYPE_CHECKING:
 
 
 GIVE_UP_STEPS = 100
-"""Steps of one's own after which an averaging that is still not answered is given up."""
+"""Own steps after which a worker gives up an averaging that is not answered."""
 
 LEAVE_SECONDS = 5.0
-"""How long a worker at its end waits for a neighbor's answer at least, before the neighbor is taken for frozen."""
+"""Least time that a worker at its end waits for a neighbor's answer, before the neighbor is taken for frozen."""
 
 LEAVE_STEPS = 10
-"""The same in its own longest steps, where these are long: a neighbor answers between two of its gradients."""
+"""The same limit, in the worker's own longest steps: a neighbor answers between two of its gradients."""
 
-_STREAM = 8
+_STREAM = 8  # separates these draws from others of the same seed, worker and step
 
 
 class Model(Protocol):
-    """What is averaged: a worker. `params` is replaced, never written to."""
+    """A worker whose model is averaged. `params` is replaced, never written to: messages may still read the old one."""
 
     params: torch.Tensor
     clock: int
@@ -70,7 +70,7 @@ class Model(Protocol):
 
 
 class Turn:
-    """One worker's part in keeping averagings atomic and free of deadlock: whom it asks, and what it answers."""
+    """Keeps a worker's averagings atomic and free of deadlock: the neighbor that it asks, and its answer to callers."""
 
     __slots__ = ("asking", "rank")
 
@@ -79,7 +79,7 @@ class Turn:
         self.asking: int | None = None
 
     def answer(self, caller: int) -> str:
-        """To a caller: "meet", or "wait" (until one's own question has been answered), or "refuse"."""
+        """The answer to a caller: "meet", "wait" (until the worker's own question has been answered), or "refuse"."""
         if self.asking is None:
             return "meet"
         return "wait" if caller < self.rank else "refuse"
@@ -94,7 +94,7 @@ class _Met(NamedTuple):
 
 
 class _Question(NamedTuple):
-    """An averaging that is asked for: the model `sent`, and room for the `mean`."""
+    """An averaging that is asked for: the model `sent`, and memory for the `mean`."""
 
     neighbor: int
     number: list[int]
@@ -103,10 +103,10 @@ class _Question(NamedTuple):
 
 
 class Peer(RemoteService):
-    """A worker among its neighbors: a service that they call, and what the worker averages with them through.
+    """The averagings of a worker with its neighbors: its calls to them, and the service that they call.
 
-    `absent` are not there at first. `incarnation` numbers this worker's lives, `seed` decides whom it asks when.
-    `averaged` counts averagings that it has taken part in, `refused` those that others had no time for.
+    `absent` ranks join later. `incarnation` is this worker's, `seed` decides the order in which it asks its neighbors.
+    `averaged` counts averagings on both sides, `refused` the refusals of neighbors that were in another averaging.
     """
 
     called = "a peer"
@@ -131,12 +131,13 @@ class Peer(RemoteService):
         self._seed = seed
         self._incarnation = incarnation
         self._number = 0
-        self._away = set(absent) - {self.rank}
-        self._through: set[int] = set()
+        self._away = set(absent) - {self.rank}  # gone or without an answer, until they call again
+        self._through: set[int] = set()  # at their end: their models are delivered
+        # A cache for the question in each step: the ranks that were left out last, and the neighbors without them.
         self._reconnected: tuple[set[int], list[int]] = set(), sorted(graph.neighbors(self.rank))
         self._leaving = False
-        self._asked = False
-        self._begun = 0
+        self._asked = False  # whether a neighbor has averaged with this worker since its last step
+        self._begun = 0  # clock at the start of the present averaging
         self._step: tuple[float, float] = node.now(), 0.0  # when the last began, seconds of the longest
         self._averaging: Operation[None] | None = None
         self._meet_call: Operation[Reply] | None = None
@@ -144,15 +145,16 @@ class Peer(RemoteService):
         self._settling: list[Operation[None]] = []
         self._waiting: list[tuple[Call, Operation[Reply]]] = []
         self._met: dict[int, _Met] = {}
+        # By neighbor: the number of the last averaging that it began and that has ended, and whether that counted.
         self._last: dict[int, tuple[list[int], bool]] = {}
         self._all_settled: Operation[None] | None = None
 
     # ---- what the worker does
 
     def average(self) -> None:
-        """Begin to average with a neighbor, beside what the worker does.
+        """Begin to average with a neighbor, in the background.
 
-        Not while the last averaging is under way, nor where a neighbor has averaged with this worker since last time.
+        Not while the last averaging is under way, nor if a neighbor has averaged with this worker since the last call.
         """
         now = self.node.now()
         self._step = now, max(self._step[1], now - self._step[0])
@@ -160,6 +162,8 @@ class Peer(RemoteService):
         if self._averaging is None or self._averaging.done:
             neighbors = [] if asked else self._neighbors()
             if neighbors:
+                # The first question leaves here. The new task gets its first turn only when this one waits, and a
+                # gradient may hold up the node until then.
                 self._begun = self.model.clock
                 work = self._average_with_one_of(neighbors, self._ask(neighbors[0]))
                 self._averaging = self.node.spawn(work, f"worker {self.rank} averaging")
@@ -167,7 +171,7 @@ class Peer(RemoteService):
             self._meet_call.cancel()
 
     async def join(self) -> int | None:
-        """Begin as a copy of a neighbor, at its clock; None if nobody is there."""
+        """Copy the model of a neighbor, and return its clock; None if no neighbor answers."""
         while neighbors := self._neighbors():
             into = _room(self.model.params)
             try:
@@ -181,7 +185,7 @@ class Peer(RemoteService):
         return None
 
     async def settled(self) -> None:
-        """Once no averaging that this worker has begun is under way."""
+        """Wait until no averaging that this worker has begun is under way."""
         if self._averaging is not None:
             await self._averaging
         for settling in self._settling:
@@ -227,7 +231,7 @@ class Peer(RemoteService):
     # ---- the active side
 
     def _neighbors(self) -> list[int]:
-        """Those who are there, in an order that depends on the seed, the worker and its clock."""
+        """The neighbors that are there, in an order that depends on the seed, the worker and its clock."""
         gone = self._away | self._through
         if gone != self._reconnected[0]:
             self._reconnected = gone, sorted(reconnect(self.graph, gone).neighbors(self.rank))
@@ -236,7 +240,7 @@ class Peer(RemoteService):
         return [around[place] for place in order]
 
     def _ask(self, neighbor: int) -> _Question:
-        """The question leaves at once."""
+        """Send a question to `neighbor`, and return it."""
         self._number += 1
         number, sent, mean = [self._incarnation, self._number], self.model.params, _room(self.model.params)
         self.turn.asking = neighbor
@@ -250,7 +254,7 @@ class Peer(RemoteService):
                     return
 
     async def _is_answered(self, question: _Question) -> bool:
-        """Average with whoever was asked, if it will."""
+        """Average with the neighbor that was asked; returns False if it does not."""
         neighbor, number, sent, mean = question
         assert self._meet_call is not None
         came = False
@@ -260,10 +264,12 @@ class Peer(RemoteService):
         except Busy:
             self.refused += 1
         except (Cancelled, CallTimeout):
+            # It may have averaged all the same, so the averaging is withdrawn there. One that is lost or frozen is in
+            # `_away` already, and no message would reach it.
             if neighbor not in self._away:
                 self._away.add(neighbor)
                 self._see_to(self._withdraw(neighbor, number))
-        except Refused:
+        except Refused:  # at its end, where it averages no more
             self._through.add(neighbor)
         except RemoteError:
             self._away.add(neighbor)
@@ -272,22 +278,23 @@ class Peer(RemoteService):
             self._replace(sent, mean)
             self.averaged += 1
             self._see_to(self._confirm(neighbor, number, sent, mean))
+        # After the replacement: until here no other averaging may change the model.
         self.turn.asking = None
         self._meet_those_who_wait()
         return came
 
     def _see_to(self, settling: Coroutine[Any, Any, None]) -> None:
-        """Settle an averaging, while others go on."""
+        """Settle an averaging in the background, while others begin."""
         self._settling = [each for each in self._settling if not each.done]
         self._settling.append(self.node.spawn(settling, f"worker {self.rank} settling"))
 
     async def _withdraw(self, neighbor: int, number: list[int]) -> None:
-        with suppress(RemoteError, Cancelled):  # then it is gone
+        with suppress(RemoteError, Cancelled):  # where the connection ends, the neighbor takes it back by itself
             await self._tell(neighbor, number, stands=False)
 
     async def _confirm(self, neighbor: int, number: list[int], sent: torch.Tensor, mean: torch.Tensor) -> None:
         """Have the averaging count on the other side too; if it does not, take it back."""
-        stood, attempts = False, 2  # once more if it was the connection that ended, not the neighbor
+        stood, attempts = False, 2  # once more, as the connection may have ended and not the neighbor
         while attempts:
             attempts -= 1
             try:
@@ -307,14 +314,14 @@ class Peer(RemoteService):
         return self._call(neighbor, "settle", number=list(number), stands=stands)
 
     def _call(self, neighbor: int, method: str, *tensors: torch.Tensor, **given: Any) -> Operation[Reply]:
-        """A call that ends when the neighbor is given up."""
+        """A call that is cancelled when the neighbor is taken for frozen."""
         self._calls = {call: rank for call, rank in self._calls.items() if not call.done}
         call = self.node.call(_address(neighbor), method, *tensors, **given)
         self._calls[call] = neighbor
         return call
 
     def _replace(self, old: torch.Tensor, new: torch.Tensor) -> None:
-        """Add the difference from `old` to `new`; what has been learned since `old` stays."""
+        """Add the difference from `old` to `new`; changes of the model since `old` stay."""
         if self.model.params is old:
             self.model.params = new
         else:
@@ -338,7 +345,7 @@ class Peer(RemoteService):
             self._end(rank, stands=False)
 
     def frozen(self, name: str) -> None:
-        """A worker sends no heartbeat: end what was asked of it, as its death would. It may come back."""
+        """End the calls to a worker that sends no heartbeat, as its loss would. It may come back."""
         self.lost(name)
         for call, rank in list(self._calls.items()):
             if name == f"worker {rank}":
@@ -354,6 +361,7 @@ class Peer(RemoteService):
         met = self._met.get(rank)
         if met is not None and met.number == number:
             return Reply(tensors=_tensors(met.mean))
+        # A question that comes behind its own end: it was withdrawn, or is repeated.
         if rank in self._last and number <= self._last[rank][0]:
             raise Refused(f"averaging {number} of worker {rank} is over.")
         if self._leaving:
@@ -365,7 +373,7 @@ class Peer(RemoteService):
             promise: Operation[Reply] = self.node.promise(f"its turn to average with worker {self.rank}")
             self._waiting.append((call, promise))
             return promise
-        self._end(rank, stands=False)  # if a past life of its has left something behind
+        self._end(rank, stands=False)  # what the caller, or an earlier incarnation of it, has left unsettled
         return self._mean_with(call.tensors, rank, number)
 
     def _mean_with(self, tensors: Sequence[torch.Tensor], rank: int, number: list[int]) -> Reply:
@@ -394,19 +402,20 @@ class Peer(RemoteService):
         met = self._met.get(rank)
         if met is not None and met.number == number:
             self._end(rank, stands=call.fields["stands"])
+        # It was withdrawn before its `meet` came, which is refused from now on.
         elif rank not in self._last or self._last[rank][0] < number:
             self._last[rank] = number, False
         return Reply({"stood": self._last[rank] == (number, True)})
 
     def _drop_waiting(self, which: Callable[[Call], bool]) -> None:
-        """Answer those whose averaging is off."""
+        """Refuse the waiting callers that have given up their averaging."""
         dropped = [(call, promise) for call, promise in self._waiting if which(call)]
         self._waiting = [(call, promise) for call, promise in self._waiting if not which(call)]
         for _, promise in dropped:
             promise.fail(Busy("the averaging was given up."))
 
     def _end(self, rank: int, *, stands: bool) -> None:
-        """What was open with `rank` counts, or never was."""
+        """End the averaging with `rank`: it counts if it `stands`, and is taken back if not."""
         met = self._met.pop(rank, None)
         if met is not None:
             self._last[rank] = met.number, stands
@@ -430,7 +439,7 @@ class Peer(RemoteService):
         return Reply({"gradients": self.model.clock - self.model.joined_at}, _tensors(self.model.params))
 
     def _refusal(self) -> Refused:
-        return Refused(f"worker {self.rank} is through: its model is delivered.")
+        return Refused(f"worker {self.rank} is at its end: its model is delivered.")
 
     # ---- checkpoints
 

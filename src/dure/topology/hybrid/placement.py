@@ -15,8 +15,8 @@ Kim et al., "Parallax: Sparsity-aware Data Parallel Training of Deep Neural Netw
 | a server waits for all workers   | so does ours: it adds their rows up in rank order and makes one step             |
 | all_gather of rows, as Horovod's | counted for comparison; from three workers on it always moves more than servers  |
 
-Dealt out so, rows that are read often are spread even where they stand together, as in a vocabulary sorted by
-frequency: in equal ranges of the one of `embedding-text`, the first of eight servers has most of the traffic.
+This rule spreads rows that are read often even if they are neighbors, as in a vocabulary sorted by frequency. With
+equal ranges of the vocabulary of `embedding-text`, the first of eight servers has most of the traffic.
 
 The number of a row takes 4 bytes; a worker sends those that it reads, and again those that its gradient touches, so
 that it exchanges W = 2 a (V + 4 R) with servers. With S of them beside as many workers, the busiest machine has
@@ -40,14 +40,14 @@ if TYPE_CHECKING:
     from dure.topology.hybrid.choice import Hybrid
 
 MEASURED = 4
-"""Batches of each worker that are looked at before the run."""
+"""Batches of each worker that are measured before the run."""
 
 NUMBER_NBYTES = 4
 """Bytes of a row's number on its way."""
 
 
 class Slice(ShapedSlice, Protocol):
-    """A parameter's place in the flat ones, as `replica.Layer` is one."""
+    """The place of a parameter among the flat parameters, such as a `replica.Layer`."""
 
     @property
     def name(self) -> str: ...
@@ -62,7 +62,7 @@ class Table(NamedTuple):
     width: int
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """Its view (rows, width) of all parameters."""
+        """The view (rows, width) of this table in `flat`, all parameters."""
         return flat[self.start : self.start + self.rows * self.width].view(self.rows, self.width)
 
 
@@ -75,7 +75,7 @@ class PlacementCost(NamedTuple):
 
 
 class ClusterShape(NamedTuple):
-    """Who works with how many servers, and whether these are on the workers' machines."""
+    """The numbers of workers and servers, and whether servers are on the workers' machines."""
 
     workers: int
     shards: int
@@ -98,7 +98,7 @@ class Use(NamedTuple):
     union: float | None = None
 
     def cost(self, place: ClusterShape) -> PlacementCost:
-        """What each way costs. A dense gradient has no row numbers."""
+        """The bytes of each way. A dense gradient has no row numbers."""
         n = place.workers
         nbytes = (self.layer.stop - self.layer.start) * place.itemsize
         used = float(nbytes) if self.rows is None else self.rows * (nbytes / self.layer.shape[0] + NUMBER_NBYTES)
@@ -112,7 +112,7 @@ class Use(NamedTuple):
 
 @dataclass(frozen=True)
 class Placement:
-    """What goes where.
+    """The way of each parameter: through servers, or by all_reduce.
 
     Servers hold `tables` in rows, and of the flat parameters the ranges `whole` whole; all workers reduce `ring`.
     `parts` are the numbers of the parameters in each.
@@ -127,7 +127,7 @@ class Placement:
     place: ClusterShape
 
     def described(self) -> dict[str, Any]:
-        """For the record: of each parameter where it goes, what is read of it, and what each way would cost."""
+        """An entry of the record for each parameter: its way, the share that is read, and the bytes of each way."""
         where = {index: part for part, indices in self.parts.items() for index in indices}
         return {use.layer.name: self._described(use, where[index]) for index, use in enumerate(self.uses)}
 
@@ -139,14 +139,15 @@ class Placement:
         return said | {"nbytes": use.cost(self.place)._asdict()}
 
     def part(self, number: int) -> ServerPart:
-        """What server `number` holds."""
+        """The part of the model that server `number` holds."""
         return ServerPart(number, equal_ranges(size(self.whole), self.shards)[number], self)
 
 
 class ServerPart(NamedTuple):
-    """What server `number` holds: the range `whole` of what is held whole, and its rows of each table.
+    """The part of server `number`: the range `whole` of the parameters that are held whole, and its rows of each table.
 
-    Its values are one flat vector: `whole` first, then the rows of each table. It numbers its rows through all tables.
+    Its values are one flat vector: `whole` first, then the rows of each table. Its row numbers count through all
+    tables.
     """
 
     number: int
@@ -168,7 +169,7 @@ class ServerPart(NamedTuple):
         return self.head + sum(rows * width for rows, width in self.shapes)
 
     def own(self, rows: torch.Tensor) -> torch.Tensor:
-        """Which of these rows of a table are here: a mask."""
+        """A mask of those `rows` of a table that this server holds."""
         return rows % self.plan.shards == self.number
 
     def numbered(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -211,11 +212,16 @@ def rows_read(rows: Rows, inputs: Batch, table: Table) -> torch.Tensor:
     """The rows of `table` that a batch reads, each once, ascending. Raises `UsageError` for what are no rows of it."""
     said = rows(inputs)
     if table.name not in said:
-        raise UsageError(f"Job.rows told of {names(said) or 'nothing'} this time, and not of {table.name} as before.")
+        raise UsageError(
+            f"Job.rows names {names(said) or 'nothing'} for this batch, and not {table.name} as for the first one: "
+            "give the rows of the same parameters for every batch."
+        )
     found: torch.Tensor = torch.unique(said[table.name])
     if found.dtype != torch.int64 or (len(found) and not 0 <= int(found[0]) <= int(found[-1]) < table.rows):
         what = f"{found.dtype}, {found[:1].tolist()} to {found[-1:].tolist()}"
-        raise UsageError(f"Job.rows must give int64 numbers of {table.rows} rows of {table.name}, got {what}.")
+        raise UsageError(
+            f"Job.rows must give int64 row numbers from 0 to {table.rows - 1} for {table.name}, got {what}."
+        )
     return found
 
 
@@ -230,7 +236,7 @@ def measure(layers: Sequence[Slice], rows: Rows | None, steps: Sequence[Sequence
     unknown = declared - {layer.name for layer in layers if len(layer.shape) > 1}
     if unknown:
         known = [layer.name for layer in layers if len(layer.shape) > 1]
-        raise UsageError(f"Job.rows tells of {names(sorted(unknown))}; parameters with rows are {names(known)}.")
+        raise UsageError(f"Job.rows names {names(sorted(unknown))}; parameters with rows are {names(known)}.")
     return [_use(layer, rows if layer.name in declared else None, steps) for layer in layers]
 
 
@@ -245,7 +251,7 @@ def _use(layer: Slice, rows: Rows | None, steps: Sequence[Sequence[Batch]]) -> U
 
 
 def decide(topology: Hybrid, uses: Sequence[Use], place: ClusterShape) -> Placement:
-    """Who holds what. Raises `StrategyError` for a name that is no parameter's."""
+    """Decide which parameters servers hold. Raises `StrategyError` for a name that is no parameter's."""
     held = [index for index, use in enumerate(uses) if _is_held(topology.servers, use, place)]
     known = [use.layer.name for use in uses]
     for name in topology.servers:

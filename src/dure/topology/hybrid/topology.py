@@ -7,8 +7,8 @@
       push: the rows touched, times the worker's share -->  kept until all have come; then added up in rank
       <-------------------------------------- has it -----  order, one step of the optimizer: version t + 1
 
-Nobody may be missing: a server makes no step without all. A worker whose batch touches no row of a server says so in a
-message without a payload.
+Every worker is needed: a server makes a step once all have pushed. A worker whose batch touches no row of a server
+pushes a message without a payload.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def check_rule(spec: OptimizerSpec) -> None:
     """Raises `StrategyError` for an optimizer that would have to step rows that nobody touched."""
     if not leaves_alone(spec):
         raise StrategyError(
-            f'"{spec}" moves rows whose gradient is zero, and servers of rows hear only of those that were touched. '
+            f'"{spec}" moves rows whose gradient is zero, and servers of rows get only those that a batch touched. '
             "Use sgd or adagrad without momentum and weight decay, or topology hybrid:servers=none."
         )
 
@@ -107,10 +107,8 @@ class RowShard(RemoteService):
     """One server of a hybrid: a service.
 
     `part` is what it holds, `values` that part's initial values (copied), `segments` the parameter groups of the whole
-    model. The rows of all its tables are numbered
-    through; on the wire a number is an int32.
-
-    Row numbers ascend; rows follow one another as their numbers do. `version` is the number of steps made.
+    model. Row numbers count through all its tables; on the wire a number is an int32. They ascend, and rows have the
+    order of their numbers. `version` is the number of steps made.
     """
 
     called = "a server of rows"
@@ -176,6 +174,7 @@ class RowShard(RemoteService):
         rows = self._counted(numbers)
         sizes = [len(each) * width for each, (_, width) in zip(rows, self._shapes, strict=True)]
         self._check(worker, call.fields["version"], sum(sizes), values, whole)
+        # Copies: they are kept until all have pushed, and the memory of a request is used for others once answered.
         cut = zip(torch.split(values.clone(), sizes), rows, self._shapes, strict=True)
         own = [(each, part.view(len(each), width)) for part, each, (_, width) in cut]
         self._given[worker] = _Given(whole.clone(), own, call.fields["lr"])
@@ -207,7 +206,9 @@ class RowShard(RemoteService):
         return answer()
 
     def _rows(self, rows: Sequence[torch.Tensor]) -> Reply:
-        """What is held whole may be lent: nobody pushes, so nothing changes, before all have read."""
+        """The reply to a `read`."""
+        # What is held whole is lent, not copied: it changes in the step that all workers push for, and each worker
+        # pushes after it has read.
         found = [table[numbers].reshape(-1) for table, numbers in zip(self._tables(), rows, strict=True)]
         return Reply(tensors=[self.values[: self._head], torch.cat([self.values[:0], *found])])
 
@@ -220,7 +221,7 @@ class RowShard(RemoteService):
         return tables
 
     def _counted(self, numbers: torch.Tensor) -> list[torch.Tensor]:
-        """Row numbers through all tables as those of each. Raises `Refused` for what is no number or out of order."""
+        """Split numbers that count through all tables by table. Raises `Refused` for any out of range or of order."""
         total = sum(rows for rows, _ in self._shapes)
         in_order = bool((numbers.diff() > 0).all())
         if len(numbers) and not (in_order and int(numbers[0]) >= 0 and int(numbers[-1]) < total):
@@ -248,7 +249,8 @@ class RowShard(RemoteService):
             raise Refused(f"the update of worker {worker} {wrong}.")
 
     async def _step(self) -> Reply:
-        """All have come: one step of the optimizer by what they add up to."""
+        """Make one step of the optimizer by the sum of all workers' gradients."""
+        # In rank order, whatever the order of arrival: so the sum rounds the same way in every run.
         given = [self._given[worker] for worker in range(self.workers)]
         self._given = {}
         await self.node.compute(Apply(partial(self._apply, given), sum(each.nbytes for each in given)))
@@ -295,7 +297,7 @@ class RowShard(RemoteService):
 
 
 class RowClient:
-    """What a worker uses of the servers of a hybrid.
+    """A worker's calls to the servers of a hybrid.
 
     `rows` is the job's (`Job.rows`). Where `copies(version)` is true, all of that version is read, not only the rows of
     the batch: then the worker's parameters are the model.
@@ -311,7 +313,7 @@ class RowClient:
         self._read: list[torch.Tensor] = []
 
     async def read(self, inputs: Batch, params: torch.Tensor, version: int) -> None:
-        """Bring into `params` what a batch reads of what servers hold, at `version`; waits until that is there."""
+        """Read the parameters that a batch needs from the servers into `params`, once these are at `version`."""
         plan = self.plan
         self._read = [rows_read(self._job_rows, inputs, table) for table in plan.tables if self._job_rows is not None]
         if self.copies(version):
@@ -322,7 +324,9 @@ class RowClient:
             rows = [each[part.own(each)] for each in self._read]
             count = sum(len(each) * table.width for each, table in zip(rows, plan.tables, strict=True))
             into = params.new_empty(part.head), params.new_empty(count)
-            if part.head or count or not plan.ring:  # a push must not overtake a server: only a ring makes sure of that
+            # A push must not reach a server before it has made the last step. An answer to this call shows that it has;
+            # around a ring, all workers have pushed for the last step before any pushes for this one.
+            if part.head or count or not plan.ring:
                 call = self.node.call(address, "read", part.numbered(rows), into=into, version=version)
                 asked.append((part, rows, into, call))
         for part, rows, (whole, values), reply in asked:
@@ -333,7 +337,7 @@ class RowClient:
                 table.of(params)[numbers] = own.view(-1, table.width)
 
     async def copy(self, params: torch.Tensor, version: int) -> None:
-        """Bring all that servers hold at `version` into `params`."""
+        """Read all parameters that servers hold, at `version`, into `params`."""
         into = [params.new_empty(part.numel) for _, part in self._servers]
         replies = [
             self.node.call(address, "copy", into=(values,), version=version)
@@ -344,7 +348,7 @@ class RowClient:
             part.put_into(params, values)
 
     async def push(self, gradient: ServerGradient, version: int, lr: Any = None) -> None:
-        """Give this worker's part of the step from `version` to the servers; returns once they have it.
+        """Push this worker's gradient for the step from `version`; returns once all servers have it.
 
         Raises `UsageError` if the gradient touches rows that the job did not say it reads.
         """
@@ -373,7 +377,7 @@ def _check_touched(name: str, read: torch.Tensor, touched: torch.Tensor) -> None
 
 
 class RowSession:
-    """Mean gradients of which servers get their part. `client` makes the calls to servers, `group` the collectives."""
+    """Mean gradients over a group and servers. `client` makes the calls to servers, `group` the collectives."""
 
     def __init__(self, worker: WorkerReplica, client: RowClient, group: Group) -> None:
         self.client = client
@@ -381,7 +385,7 @@ class RowSession:
         self._group = group
 
     async def mean_gradient(self, work: GradientWork) -> Gradient:
-        """The mean gradient of what servers do not hold; they get their part, and make their step by it."""
+        """The mean gradient of the parameters that servers do not hold. The rest is pushed to them, and they step."""
         worker, client = self._worker, self.client
         node, version, started = worker.node, worker.clock, worker.node.now()
         assert work.inputs is not None
@@ -441,7 +445,10 @@ class HybridTopology(Topology):
         """
         plan, choice = self.plan, self.choice
         if plan.timing_only:
-            raise UsageError("a timing-only run has no data, so nobody knows which rows it reads: leave that out.")
+            raise UsageError(
+                "a timing-only run has no data, so the rows that its steps read are unknown: leave out timing_only, or "
+                "use another topology."
+            )
         samplers, data = plan.draw_samplers(), plan.job.train
         batches = [[data.batch(sampler.next())[0] for sampler in samplers] for _ in range(MEASURED)]
         itemsize = plan.replica.params.element_size()

@@ -1,4 +1,4 @@
-"""What policies of admission are made of: their decisions, the clocks of live workers, and the group that they fill."""
+"""Parts of the policies of admission: decisions, the clocks of live workers, and the group that updates fill."""
 
 from __future__ import annotations
 
@@ -183,13 +183,13 @@ class Roster:
             self.waiting.remove(worker)
 
     def release(self) -> list[int]:
-        """All that wait, which do so no longer."""
+        """Take all waiting workers off the list, and return them."""
         released, self.waiting = self.waiting, []
         return released
 
 
 def most(workers: int) -> int:
-    """All but one worker in twenty, or all but one: as many as to wait for where nothing else is said.
+    """The default number of workers to wait for: all but one in twenty, and at least one less than all.
 
     >>> [most(workers) for workers in (1, 2, 16, 100)]
     [1, 1, 15, 95]

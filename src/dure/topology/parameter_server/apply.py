@@ -250,7 +250,7 @@ class Updater:
     def _correcting(
         self, corrections: Corrections, updates: Sequence[tuple[int, int, int | None, torch.Tensor]]
     ) -> Callable[[], None]:
-        """What corrects these updates (worker, seq, base, gradient) in place, right before they are applied."""
+        """A function that corrects these updates (worker, seq, base, gradient) in place, right before their step."""
         versions = self.versions
         stale = [StaleUpdate(w, seq, versions.behind(base), gradient) for w, seq, base, gradient in updates]
         return partial(corrections.correct, stale, versions.current.tensor)
@@ -267,7 +267,7 @@ class Updater:
             self.log.append((worker, incarnation, seq))
 
     def _finished(self, worker: int, seq: int) -> None:
-        """Let go what corrections hold for an update that has been applied or refused."""
+        """Release what corrections hold for an update that has been applied or refused."""
         if self.rule.corrections is not None:
             self.rule.corrections.done(worker, seq)
 

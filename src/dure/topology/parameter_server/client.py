@@ -445,6 +445,7 @@ class ServerClient:
         try:
             return await self._replies(calls)
         except Refused:
+            # A shard keeps what it has staged until a group closes with it, and this update is in no group.
             if self.servers.ordered:
                 for withdrawing in self._each("withdraw", **self.sender.last):
                     with suppress(RemoteError):

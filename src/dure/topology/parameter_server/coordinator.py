@@ -14,9 +14,9 @@ Dean et al., "Large Scale Distributed Deep Networks", NeurIPS 2012, section 4.2.
                                         <--- dot, axpy, ... -------------  the method goes on
 
 A sum counts if none of its portions has been counted before, so each portion counts once, on all shards alike, however
-often it was evaluated. Sums for an earlier point never count. A worker that dies takes only what it has not
-reported with it: others do that again. One that stands still is waited for only at a checkpoint and at the end, and
-there not for long (`Limits.evict_seconds`).
+often it was evaluated. Sums for an earlier point never count. If a worker fails, others repeat the portions that it has
+not reported. The coordinator waits for a worker without progress only at a checkpoint and at the end, where it evicts
+the worker (`Limits.evict_seconds`).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Portions:
         worker 1                     ======>       |
         worker 2                                    =============|      has no more: goes to the middle of the
                                         x=>                             longest stretch that is left
-        nothing is free             what others still work on is given out again; the first result counts
+        nothing is free             portions without a result are given out again; the first result counts
 
     A worker gets several portions at once, as many as it can do in half of the time that is left, judging by its last
     ones: so the last ones are given out one by one. All of this is decided here, without input or output.
@@ -81,7 +81,7 @@ class Portions:
         self._next: dict[int, int] = {}
 
     def give(self, worker: int, now: float) -> Run | None:
-        """What `worker` does next; it works on nothing else any more. None if there is nothing to do."""
+        """The next portions of `worker`, in place of those that it had; None if there are none."""
         self.drop(worker)
         run = self._take(worker) if self._free else self._backup()
         if run is not None:
@@ -91,7 +91,7 @@ class Portions:
         return run
 
     def finish(self, worker: int, run: Run, now: float) -> bool:
-        """A worker's sum over `run` is there. Whether it counts: not if any part of it has been counted already."""
+        """Take a worker's sum over `run`; returns False if it does not count, as a part of it counts already."""
         given = self._given.get(worker)
         if given is not None and given[0] == run:
             self._pace[worker] = max((now - given[1]) / (run[1] - run[0]), 1e-9)
@@ -103,7 +103,7 @@ class Portions:
         return True
 
     def drop(self, worker: int) -> None:
-        """What `worker` was given is done by others, unless it is finished."""
+        """Take the unfinished portions of `worker` back. Those that no other worker has are free again."""
         run, _ = self._given.pop(worker, ((0, 0), 0.0))
         for portion in range(*run):
             self._copies[portion] -= 1
@@ -111,7 +111,7 @@ class Portions:
                 self._put_back(portion)
 
     def leave(self, worker: int) -> None:
-        """It is gone."""
+        """Take the portions of a lost worker back, and forget its pace."""
         self.drop(worker)
         self._pace.pop(worker, None)
         self._next.pop(worker, None)
@@ -138,7 +138,7 @@ class Portions:
         return start, stop
 
     def _share(self, worker: int) -> int:
-        """How many portions it can do in half of the time that all need for the free ones; one if nobody knows."""
+        """Portions that a worker can do in half of the time that all need for the free ones; 1 if no pace is known."""
         pace = self._pace.get(worker)
         if pace is None:
             return 1
@@ -147,7 +147,7 @@ class Portions:
         return max(1, min(self.most, int(seconds / 2 / pace)))
 
     def _backup(self) -> Run | None:
-        """A portion that others work on: the one that fewest do, the oldest first."""
+        """A portion that others work on: one with the fewest copies, the oldest first."""
         out = [p for run, _ in self._given.values() for p in range(*run) if not self._finished[p]]
         portion = min(out, key=lambda portion: self._copies[portion], default=None)
         return None if portion is None else (portion, portion + 1)
@@ -174,12 +174,11 @@ class Limits(NamedTuple):
 
 
 class Coordinator(RemoteService):
-    """What a batch method sees of the world (`order`, `evaluate`, `boundary`, `kept`), and a service to its workers.
+    """The operations of a batch method (`order`, `evaluate`, `boundary`, `kept`), and a service to its workers.
 
     What must survive a restart is `kept` (values that JSON has) and the vectors on the shards, as they are at a
     `boundary`. `timing_only` runs have no numbers: losses are 0, and every dot product is 1. It is on the clock's node
     and commands the clock's shards, unless `node` and `shards` replace them.
-
     """
 
     called = "a coordinator"
@@ -222,10 +221,10 @@ class Coordinator(RemoteService):
         self._told: set[int] = set()
         self._final: Mapping[str, Any] | None = None
 
-    # ---- what a method does with it
+    # ---- operations of a method
 
     async def lead(self, method: Callable[[Coordinator], Awaitable[None]], seconds: float = 0.0) -> None:
-        """The method's work, from when `seconds` of the run have passed; then everybody is sent home."""
+        """Run the method, which begins `seconds` after the start of the run; then end the work of all workers."""
         self._began = self.node.now() - seconds
         final: Mapping[str, Any] = {"end": True}
         try:
@@ -279,27 +278,28 @@ class Coordinator(RemoteService):
         self._answer_all()
         finite = await self._complete
         self._task = None
-        await self.settled()
+        await self.settled()  # raises the error of a shard that has refused an order
         if not finite:
             return math.inf, []
         total = self.batches.size
         dots = await self.order(("scale", into, 1.0 / total), *then)
         return math.fsum(self._losses.values()) / total, dots
 
-    # ---- what workers say
+    # ---- calls of workers
 
     @remote(WORKERS, **ASK)
     def ask(self, call: Call) -> Operation[Reply]:
-        """Something to do, once there is; or `suspend`, or `end`.
+        """The next portions, once there are some; or `suspend`, or `end`.
 
-        `due` says that a checkpoint is. `report` is of the portions that the worker has just done, or None.
+        `due`: the worker is to stop for a checkpoint. `report` is of the portions that it has just done, or None.
         """
         fields = call.fields
         worker, incarnation = fields["worker"], fields["incarnation"]
         if incarnation < self._fenced.get(worker, 0):
-            raise Evicted(f"worker {worker} is not in under incarnation {incarnation}: join first.")
+            raise Evicted(f"worker {worker} is no member under incarnation {incarnation}: join first.")
         self._present[worker] = incarnation
         self._progress.step(worker)
+        # A question that is repeated, as its answer was late, brings the same report, which counts once.
         if fields["report"] is not None and self._reports.get(worker) != (incarnation, fields["report"]):
             self._reports[worker] = (incarnation, fields["report"])
             self._take(worker, incarnation, **fields["report"])
@@ -316,7 +316,7 @@ class Coordinator(RemoteService):
     def _take(
         self, worker: int, incarnation: int, evaluation: int, run: Run, seq: int | None, losses: Sequence[float]
     ) -> None:
-        """A worker has done the portions in `run`, and staged their sum as `seq`. No `losses`: it is no number."""
+        """Count the portions in `run`, whose sum a worker has staged as `seq`. No `losses`: the sum is not finite."""
         run = run[0], run[1]
         self.spent += run[1] - run[0]
         counts = False
@@ -334,7 +334,7 @@ class Coordinator(RemoteService):
                 self._complete.resolve(True)
 
     def _tell(self, command: Command) -> None:
-        """An order that is not waited for; those that come after it are carried out after it."""
+        """Send an order to all shards without waiting for it. They carry out orders as these were sent."""
         for shard in self.shards:
             self._outstanding.append(self.node.call(shard, "order", commands=[list(command)]))
 
@@ -351,10 +351,10 @@ class Coordinator(RemoteService):
         self._tell(("fence", worker, self._fenced[worker]))
         waiting = self._asking.pop(worker, None)
         if waiting is not None:
-            waiting.fail(Evicted(f"worker {worker} is gone."))
+            waiting.fail(Evicted(f"worker {worker} was taken off the clock: join again."))
 
     async def _wait_for_all(self, resumed: Operation[None] | None) -> None:
-        """Until everybody has been told to stop, for now or for good: leave those behind who stand still."""
+        """Wait until all live workers have their answer to suspend or to end; evict workers without progress."""
         while self._resumed is resumed:
             missing = [worker for worker in sorted(self.clock.live) if worker not in self._told]
             if not missing:
@@ -362,12 +362,13 @@ class Coordinator(RemoteService):
             for worker in self._progress.late(missing):
                 self._remove(worker)
                 self.clock.evict(worker)
+            # Never 0 seconds: `missing` still has workers that were evicted just now, and their limit is over.
             await self.node.sleep(self._progress.wait(missing) or 0.01, background=True)
 
     # ---- checkpoints
 
     async def settled(self) -> None:
-        """Once the shards have done all that they were told."""
+        """Wait until the shards have carried out all orders."""
         told, self._outstanding = self._outstanding, []
         for each in told:
             await each
@@ -382,7 +383,7 @@ class Coordinator(RemoteService):
         self.evaluations, self.spent = int(state["evaluations"]), int(state["spent"])
         self._fenced = {int(worker): int(incarnation) for worker, incarnation in state["fenced"]}
 
-    # ---- what they are told
+    # ---- answers to workers
 
     def _answer_all(self) -> None:
         for worker in list(self._asking):
@@ -408,7 +409,7 @@ class Coordinator(RemoteService):
 
 
 class _JointAsk(NamedTuple):
-    """Calls of the workers of a copy, by number in it. Once there is one of each, `answer` is the coordinator's."""
+    """Calls of the workers of a copy, by their numbers in it. `answer` is the coordinator's, once all have called."""
 
     calls: dict[int, Call]
     answer: Operation[Operation[Reply]]

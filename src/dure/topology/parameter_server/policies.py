@@ -1,6 +1,6 @@
 """Policies of admission: which worker may start, which updates count, and when a version is complete.
 
-A policy is a state machine. It is told events and returns decisions; it has no input or output, no time and no
+A policy is a state machine. It takes events and returns decisions; it has no input or output, no time and no
 randomness, so that tests can try all orders of events.
 
     event                      meaning                                       decisions it may lead to

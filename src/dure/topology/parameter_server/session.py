@@ -38,10 +38,10 @@ class ServerSession:
         """The slowest clock at the last admission: all updates of earlier clocks are in the version that it named."""
         return self.client.slowest
 
-    # ---- coming and going
+    # ---- joining and leaving
 
     async def join(self) -> Joined:
-        """Enter the servers' clock under a new incarnation; what was under way is forgotten."""
+        """Enter the servers' clock under a new incarnation; operations under way are dropped."""
         self._admitted = self._watch = None
         self._beside.clear()
         return await self.client.join()
@@ -155,7 +155,7 @@ class ServerSession:
         return pulled
 
     def _room_unless_lent(self) -> torch.Tensor | None:
-        """Where parameters can be received; None where the server lends its own."""
+        """Memory for parameters to receive; None where the server lends its own."""
         return None if self.client.lends else self._worker.room()
 
     def gradients_held(self) -> list[Operation[Reply]]:
@@ -246,7 +246,7 @@ class ServerSession:
         node = self._worker.node
         task = self._beside[what] = node.spawn(work, f"{what} of {node.name}")
         task.when_done(nothing)  # its error is raised where its end is awaited
-        await node.sleep(0.0)  # it gets its turn before a computation holds up the node
+        await node.sleep(0.0)  # the task gets its first turn now, before a gradient holds up the node
 
     async def _finished(self, what: str) -> Any:
         operation = self._beside.pop(what, None)

@@ -348,23 +348,23 @@ class Shard(RemoteService):
 
 
 NAME = "clocked shard"
-"""That of the service at its node."""
+"""The name of the service `ClockedShard` at its node."""
 
 
 def clocked_at(shards: Sequence[Address], policy: Policy | None) -> Address | None:
-    """Where shard and clock can be asked in one call; None where there are several shards, or no order."""
+    """The address of shard and clock as one service; None if there are several shards, or no order."""
     return Address(shards[0].node, NAME) if len(shards) == 1 and policy is not None and policy.ordered else None
 
 
 def serve_clock(node: Node, clock: ClockService, shard: Service) -> None:
-    """Host the clock on the first server, and with its shard what `clocked_at` tells of."""
+    """Host the clock on the first server, and the `ClockedShard` with its shard."""
     node.serve("clock", clock)
     if isinstance(shard, Shard):
         node.serve(NAME, ClockedShard(shard, clock))
 
 
 class ClockedShard(RemoteService):
-    """The only shard of a model and the clock beside it, as one service: what a step asks of both, it asks in one call.
+    """The only shard of a model and the clock beside it, as one service: a step asks both in one call.
 
         worker                        the server
           exchange (seq, base) ------>  staged; its group closes, sooner or later
@@ -373,7 +373,7 @@ class ClockedShard(RemoteService):
 
     Where the fields say which version the worker `has`, the reply's tensor is a shard's reply to `follow`.
 
-    Nothing comes between an update's staging and its word to the clock. Where `ask` says that the work is over,
+    Nothing comes between an update's staging and its report to the clock. Where `ask` says that the work is over,
     `WorkOver` is raised.
     """
 

@@ -49,7 +49,8 @@ class StagedUpdate(NamedTuple):
 class StagingArea:
     """The incoming updates of one shard, in buffers like those of its `versions`.
 
-    `coder` decodes pushed messages, if updates are encoded. `corrections` are told which updates come and go.
+    `coder` decodes pushed messages, if updates are encoded. `corrections` hold the version that an update was computed
+    on, from its arrival until it is applied or dropped.
     """
 
     def __init__(self, versions: Versions, corrections: Corrections | None, coder: Coder | None) -> None:
@@ -222,7 +223,7 @@ def _check(worker: int, seq: int, weight: float, tensors: Sequence[torch.Tensor]
 
 
 class _Reader:
-    """What one worker has pulled under one incarnation, oldest first, and the newest version that it pushed on."""
+    """The versions that one worker has pulled under one incarnation, oldest first; `used`: the newest it pushed on."""
 
     __slots__ = ("buffers", "incarnation", "used")
 
@@ -267,7 +268,7 @@ class Corrections:
     # ---- what workers have read
 
     def pulled(self, worker: int, incarnation: int, buffer: Buffer) -> None:
-        """`worker` goes on from `buffer`."""
+        """Hold `buffer`, on which `worker` computes from now on."""
         reader = self._readers.get(worker)
         if reader is None or reader.incarnation != incarnation:
             self._let_go(worker)
@@ -280,7 +281,7 @@ class Corrections:
         self._keep(reader, [*unused[-1:], buffer])
 
     def pushed(self, worker: int, seq: int, base: int | None) -> None:
-        """An update of `worker` has come, computed on version `base`."""
+        """Hold the version `base`, on which an arrived update of `worker` was computed; release older ones."""
         reader = self._readers.get(worker)
         if reader is None or base is None:
             return
@@ -292,7 +293,7 @@ class Corrections:
         self._keep(reader, [each for each in reader.buffers if each.version >= base])
 
     def done(self, worker: int, seq: int) -> None:
-        """That update has been applied, or never will be."""
+        """Release what is held for an update that has been applied, or never will be."""
         base = self._bases.pop((worker, seq), None)
         if base is not None:
             base.release()
@@ -301,14 +302,14 @@ class Corrections:
             self._forget(worker)
 
     def leave(self, worker: int, incarnation: int) -> None:
-        """`worker` is gone, under that incarnation."""
+        """Release what is held for `worker`, whose `incarnation` is over."""
         reader = self._readers.get(worker)
         if reader is not None and reader.incarnation <= incarnation:
             self._let_go(worker)
             self._forget(worker)
 
     def forget_readers(self) -> None:
-        """What workers have read is not known any more."""
+        """Release the versions that workers have read."""
         for worker in list(self._readers):
             self._let_go(worker)
 

@@ -128,7 +128,7 @@ def key_of(layer: int, layers: int) -> int:
 
 
 def shard_of_key(key: int, shards: int) -> int:
-    """Whose key it is: of equal ranges, rounded down; the few keys above the last range are the last shard's.
+    """The shard of a key. Shards have equal ranges, rounded down; the few keys above the last are the last shard's.
 
     >>> [shard_of_key(key, 3) for key in (0, LAST_KEY // 3 - 1, LAST_KEY // 3, LAST_KEY)]
     [0, 0, 1, 2]
@@ -145,12 +145,12 @@ def _by_key(layers: Sequence[FlatSlice], shards: int) -> list[Ranges]:
 
 
 def _small_whole(layers: Sequence[FlatSlice], shards: int, bound: int) -> list[Ranges]:
-    """A layer of `bound` elements or more is cut evenly over all shards; a smaller one goes where its number says."""
+    """Layers of `bound` elements or more are cut evenly over all shards; a smaller one's number gives its shard."""
     held: list[Ranges] = [[] for _ in range(shards)]
     for number, layer in enumerate(layers):
         elements = layer.stop - layer.start
         if elements < bound:
-            held[number * 9973 % shards].append((layer.start, layer.stop))
+            held[number * 9973 % shards].append((layer.start, layer.stop))  # MXNet's prime and rule
             continue
         for ranges, (start, stop) in zip(held, equal_ranges(elements, shards), strict=True):
             ranges.append((layer.start + start, layer.start + stop))

@@ -84,7 +84,7 @@ class Vectors:
     # ---- calls
 
     def stage(self, call: Call) -> Reply:
-        """Keep what a worker brings for a command to use."""
+        """Keep a worker's slice until a command uses it."""
         worker, incarnation, seq = (call.fields[name] for name in ("worker", "incarnation", "seq"))
         # The coordinator has given this life's portions to others. What it sent before its end may come after that.
         if incarnation < self._fences.get(worker, 0):
@@ -94,10 +94,12 @@ class Vectors:
         return Reply()
 
     def _take(self, worker: int, incarnation: int, seq: int) -> Buffer:
-        """What was staged: whoever calls holds it from now on."""
+        """Hand a staged slice over to the caller, which releases it."""
         staged = self._staged.pop((worker, incarnation, seq), None)
         if staged is None:
-            raise Refused(f"worker {worker} has staged nothing under {seq} in life {incarnation}, or it has been used.")
+            raise Refused(
+                f"worker {worker} has staged nothing as {seq} of incarnation {incarnation}, or it has been used."
+            )
         return staged
 
     def _drop(self, worker: int, incarnation: int, seq: int) -> None:
@@ -118,7 +120,7 @@ class Vectors:
         return Reply({"dots": dots})
 
     def _resolved(self, command: Sequence[Any]) -> tuple[str, Sequence[Any]]:
-        """A command with what it uses of the staged in hand: the worker may be gone when its turn comes."""
+        """A command with the staged slice that it uses, taken now: the worker may be lost when its turn comes."""
         name, *arguments = command
         if name not in self._commands:
             raise Refused(f'there is no command "{name}"; there are {", ".join(self._commands)}.')
@@ -164,7 +166,7 @@ class Vectors:
         self._bind(to, fresh)
 
     def _own(self, name: str) -> torch.Tensor:
-        """The vector called `name`, to be changed in place: a copy if anybody else looks at it."""
+        """The vector called `name`, to be changed in place: a copy if its buffer has another holder."""
         buffer = self._buffer(name)
         if buffer.holders > 1:  # another name, a version of the model, or a reply on its way
             self._fill(name, lambda tensor: tensor.copy_(buffer.tensor))

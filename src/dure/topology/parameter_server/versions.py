@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Buffer:
-    """A slice's worth of memory, back in its pool when the last who holds it releases it.
+    """Memory of the size of a slice. It returns to its pool when its last holder releases it.
 
     `pieces` are views of it in the parts in which tensors travel. `reply` answers a pull of it. `gradients` is the
     number of gradients in its values.
@@ -41,7 +41,7 @@ class Buffer:
         self.reply = Reply({"version": version}, self.pieces, self.release)
 
     def lease(self) -> Reply:
-        """The reply to a pull; whoever sends it releases it."""
+        """The reply to a pull; its sender releases it."""
         self.holders += 1
         return self.reply
 
@@ -306,5 +306,5 @@ class Pins:
         for version in (newest, floor):
             if version is not None:
                 self._hold(version)
-        # Nobody works after a restore, so no worker has a pin. The shards were restored with what was known.
+        # No worker is in a step after a restore, so none has a pin. The shards were restored with what was known.
         self._unpinned = [version for version in known if version not in self._holds]

@@ -50,7 +50,10 @@ from dure.topology.fields import CLOSED, LEFT, LIFE
 from dure.topology.turns import Turns
 
 BUCKETS = 248
-"""Values of staleness that are counted apart; what is staler counts as the last."""
+"""Values of staleness that are counted apart; more stale updates count as the last.
+
+With the `_BEHIND` columns before them a row has 256 numbers, so that no cache line has parts of two workers' rows.
+"""
 
 CLAIMS = 8
 """Counters that workers draw from."""
@@ -58,9 +61,9 @@ CLAIMS = 8
 SMALL = 1 << 20
 """Bytes of an update that a process adds at once, without letting messages pass meanwhile."""
 
-_UPDATES, _WRITTEN, _REFUSED, _GRADIENTS, _BEHIND = 0, 1, 2, 3, 8
-_ALIGNMENT = 64
-_CLAIM_LOCKS = 1 << 40
+_UPDATES, _WRITTEN, _REFUSED, _GRADIENTS, _BEHIND = 0, 1, 2, 3, 8  # columns of a worker's row
+_ALIGNMENT = 64  # bytes
+_CLAIM_LOCKS = 1 << 40  # number of the first lock of a claim, beyond those of the model's ranges
 
 
 class Layout(NamedTuple):
@@ -103,9 +106,9 @@ class Locks(Protocol):
 class Segment:
     """A model in shared memory, and what is counted of it.
 
-    `memory` is flat uint8, of `layout.nbytes`, zeros at first. With `locks` other processes see it too; without, it is
-    this process's own and whoever uses it takes turns. Without `memory` the values are on `device`, and the counters on
-    the CPU. `timing_only` counts, and holds no values.
+    `memory` is flat uint8, of `layout.nbytes`, zeros at first. With `locks` other processes map it too; without, it is
+    this process's own, and its tasks take turns. Without `memory` the values are on `device`, and the counters on the
+    CPU. `timing_only` counts, and holds no values.
     """
 
     def __init__(
@@ -119,7 +122,9 @@ class Segment:
     ) -> None:
         self.layout = layout
         self.locks = locks
+        # Locks order exclusive work between processes; tasks of one process take turns.
         self.turns = None if locks is not None else Turns("the shared memory")
+        # Without `memory`: the tables alone, since the vectors may be on a device.
         counters = torch.zeros(layout._replace(numel=0).nbytes, dtype=torch.uint8) if memory is None else memory
         self.claims, self.rows = layout.tables(counters)
         self._updates = self.rows[:, _UPDATES]
@@ -139,7 +144,7 @@ class Segment:
     def version(self) -> int:
         """Updates made so far."""
         updates: list[int] = self._updates.tolist()
-        return sum(updates)  # of a few workers, a tenth of what numpy's own takes
+        return sum(updates)  # for a few workers, in a tenth of the time of numpy's sum
 
     @property
     def written(self) -> int:
@@ -157,7 +162,7 @@ class Segment:
 
     @property
     def staleness(self) -> dict[int, int]:
-        """How many updates had so many others between their reading and their writing."""
+        """Updates by their staleness: the number of others between their reading and their writing."""
         total = self.rows[:, _BEHIND:].sum(axis=0)
         return {int(behind): int(total[behind]) for behind in np.flatnonzero(total)}
 
@@ -171,7 +176,7 @@ class Segment:
         """
         if not isinstance(self.values, Ghost):
             if locks == 1:
-                with self.hold(0):
+                with self.hold(0):  # counted under the same lock, so that the version is exact
                     self._add(update, scale)
                     return self.count(worker, update, seen, gradients)
             self._add_under_locks(update, scale, locks) if locks else self._add(update, scale)
@@ -187,6 +192,7 @@ class Segment:
         edges = torch.arange(locks + 1) * self.values.numel() // locks
         indices = update.indices()[0] if update.is_sparse else None
         cuts = edges if indices is None else torch.searchsorted(indices, edges.to(indices.device))
+        # One lock at a time: no worker holds one while it waits for another, so workers cannot deadlock.
         for lock, (start, stop) in enumerate(zip(cuts.tolist(), cuts.tolist()[1:], strict=False)):
             if start == stop:
                 continue
@@ -198,6 +204,8 @@ class Segment:
 
     def count(self, worker: int, update: torch.Tensor, seen: int, gradients: int = 1) -> int:
         """One more update of `worker`, of `gradients` mini-batches, computed on version `seen`; the version it made."""
+        # Without a lock: no other worker writes to this row. Others may count meanwhile, so `behind` may be short of
+        # updates that are written already.
         row = self.rows[worker]
         behind = self.version - seen
         row[_BEHIND + min(max(behind, 0), BUCKETS - 1)] += 1
@@ -210,7 +218,7 @@ class Segment:
         self.rows[worker, _REFUSED] += 1
 
     def claim(self, counter: int, amount: int, limit: int) -> int | None:
-        """Draw `amount` from a counter that has not reached its `limit`: what it stood at, None if it has."""
+        """Advance a counter by `amount` unless it has reached its `limit`; its value before, None if it has."""
         with self.hold(_CLAIM_LOCKS + counter):
             at = int(self.claims[counter])
             if at >= limit:
@@ -219,7 +227,7 @@ class Segment:
             return at
 
     def hold(self, first: int, count: int = 1) -> AbstractContextManager[None]:
-        """Have so many locks to oneself; nothing where nobody else sees the memory."""
+        """Hold `count` locks from number `first` on; no effect on memory that other processes do not map."""
         return nullcontext() if self.locks is None else self.locks.hold(first, count)
 
     # ---- checkpoints
@@ -240,7 +248,7 @@ class Segment:
 
 
 def touched(update: torch.Tensor) -> int:
-    """How many numbers of the model an update writes."""
+    """The number of elements of the model that an update writes."""
     if isinstance(update, Ghost):
         return update.numel()
     return update.values().numel() if update.is_sparse else update.numel()
@@ -252,7 +260,7 @@ def on_device(values: torch.Tensor) -> bool:
 
 
 class Access:
-    """What one worker does with a segment. `locks` is 0 in racy mode; `alone` makes any one operation exclusive."""
+    """Reads and writes of one worker. `locks` is 0 in racy mode. Operations that are `alone` exclude each other."""
 
     def __init__(self, node: Node, worker: int, segment: Segment, *, owner: Address, locks: int = 0) -> None:
         self.node = node
@@ -268,6 +276,7 @@ class Access:
         """
         segment = self.segment
         if not alone:
+            # Before the values: an update that is written in between counts in the staleness of this worker's next.
             version = segment.version
             in_place = segment.locks is not None and not on_device(into)
             return segment.values if in_place else into.copy_(segment.values), version
@@ -278,7 +287,7 @@ class Access:
     ) -> int:
         """Add `scale` times `update`, made of `gradients`, to the parameters; the version that this made.
 
-        Raises `Refused` for what would spoil the model.
+        Raises `Refused` for an update with NaN or infinity.
         """
         if self.segment.locks is not None and on_device(update):
             update = update.cpu()  # the shared memory is the host's
@@ -295,7 +304,7 @@ class Access:
         return int(await self.node.compute(Apply(work, nbytes)))
 
     async def _in_turn(self, work: Callable[[], Any], nbytes: int) -> Any:
-        """Do `work` while nobody else does anything exclusive. Between processes, `work` itself sees to that."""
+        """Do `work` while no other worker does exclusive work. Between processes the locks in `work` ensure that."""
         turns = self.segment.turns
         if turns is None:
             return await self.node.compute(Apply(work, nbytes))
@@ -312,21 +321,21 @@ class Access:
             return into.copy_(self.segment.values), self.segment.version
 
     def vector(self, name: str) -> torch.Tensor:
-        """A vector beside the model, that nobody writes while a phase lasts."""
+        """A vector beside the model that no worker writes while a phase lasts."""
         return self.segment.vectors[name]
 
     def claim(self, counter: int, amount: int, *, limit: int) -> int | None:
-        """Draw from a counter that starts at 0 in each phase: what it stood at, None once it has reached `limit`."""
+        """Advance a counter that starts at 0 in each phase; its value before, None once that is at `limit`."""
         return self.segment.claim(counter, amount, limit)
 
     def contribute(self, total: torch.Tensor, weight: float, *, incarnation: int) -> Operation[Reply]:
-        """Give a weighted sum to the mean that the end of this phase makes."""
+        """Send a weighted sum to the owner, which makes a mean of all sums at the end of this phase."""
         fields: dict[str, Any] = {"worker": self.worker, "incarnation": incarnation, "weight": weight}
         return self.node.call(self.owner, "contribute", total, **fields)
 
 
 class SharedShard(RemoteService):
-    """The owner of a segment: a service that stands where a shard does.
+    """A service that owns a segment, in the place of a shard.
 
     A method in phases has a clock that closes a group at the end of each. Odd versions end a phase of contributions:
     their sum, divided by their weights, becomes the vector `mean`. Even ones end a phase of updates: `snapshot` becomes
@@ -389,6 +398,7 @@ class SharedShard(RemoteService):
         weight, (given,) = float(call.fields["weight"]), call.tensors
         self.weight += weight
         if not isinstance(given, Ghost):
+            # The first is copied: the memory of a request is used for others once it is answered.
             self.total = given.clone() if self.total is None else self.total.add_(given)
         return Reply()
 
@@ -396,8 +406,9 @@ class SharedShard(RemoteService):
     def _close(self, call: Call) -> Reply:
         """End the phase."""
         version = call.fields["version"]
-        if version > self.closed:
+        if version > self.closed:  # else the clock has repeated an order
             self.closed = version
+            # No lock: the clock is on this node, and its call runs here before it admits a worker to the next phase.
             self.segment.claims[:] = 0
             if version % 2:
                 self._take_mean()
@@ -406,7 +417,7 @@ class SharedShard(RemoteService):
         return Reply({"version": self.segment.version})
 
     def _take_mean(self) -> None:
-        """Where nobody lived to contribute, the mean is zero, and the next phase goes nowhere."""
+        """Make the vector `mean` of this phase's contributions; zero if every worker was lost before its own."""
         mean = self.segment.vectors["mean"]
         if self.total is not None and self.weight:
             torch.div(self.total, self.weight, out=mean)
@@ -416,7 +427,7 @@ class SharedShard(RemoteService):
 
     @remote(CLOCK, **LEFT)
     def _leave(self, call: Call) -> Reply:
-        """Take nothing of an incarnation any more."""
+        """Refuse further contributions of an incarnation that is over."""
         self.sequences.fence(call.fields["worker"], call.fields["incarnation"] + 1)
         return Reply()
 

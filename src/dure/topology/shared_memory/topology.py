@@ -37,6 +37,8 @@ class MemorySession:
         started = worker.node.now()
         room = worker.room()
         values, version = await self.access.read(room, alone=alone)
+        # The memory for the next copy: `room` where nothing was copied, else the parameters of before. The segment
+        # itself is never that memory.
         if values is not room:
             free: torch.Tensor | None = room
         else:
@@ -62,7 +64,7 @@ class MemorySession:
         worker.meter.add("communicate", started, worker.node.now(), "add")
 
     def _increment(self, update: torch.Tensor, lr: float | Sequence[float]) -> torch.Tensor:
-        """What the local optimizer adds to the parameters."""
+        """The change that the local optimizer makes to the parameters."""
         if isinstance(update, Ghost):
             return update
         worker = self._worker
