@@ -120,7 +120,7 @@ class Traits:
 
 @dataclass(frozen=True, slots=True)
 class ServerRule:
-    """What servers do with the updates of a method.
+    """The servers' treatment of the updates of a method.
 
     `policy` admits updates and orders them in groups; without one each update is applied on arrival. `reduce` makes one
     update of a group: the `"mean"`, weighted by batch size, or the `"sum"`. `optimizer` applies the result. `quorum`

@@ -1,4 +1,4 @@
-"""What topologies offer and methods need, in the same words, so that neither names the other.
+"""Offers of topologies and needs of methods, in the same words, so that neither names the other.
 
 A method runs over a topology that offers one of its needs. A topology of a user's own may offer more, in words of its
 own, for methods that need them.

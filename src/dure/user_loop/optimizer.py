@@ -97,7 +97,7 @@ class UserOptimizer:
         self._stepped = False
 
     def end_step(self) -> None:
-        """Where servers stepped and this optimizer did not, let schedulers see a step; it changes nothing."""
+        """If servers stepped in place of this optimizer, let schedulers see a step of it that changes nothing."""
         if not self._stepped:
             self._step_without_gradients()
         self.missing.reset()

@@ -227,7 +227,7 @@ class Exchange:
         self._overlap.disarm()
 
     def complete(self, mine: Intention) -> bool:
-        """Exchange what is in `grads` now, unless a backward has done so; whether everybody goes on."""
+        """Exchange what is in `grads` now, unless a backward has done so; returns whether all ranks go on."""
         if self.going is None:
             if self._is_open:
                 self._refuse_part(ends=mine == "end")

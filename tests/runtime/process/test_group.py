@@ -29,8 +29,8 @@ CLOSED = "Connection closed by peer [127.0.0.1]:55954"
 def test_of_what_the_engine_says_the_first_sentence_is_told(said, told):
     message = str(_lost("worker 1", "the others' all_reduce", RuntimeError(said)))
     assert message == (
-        f"worker 1 waited for the others' all_reduce, and a rank is gone ({told}). A collective needs every rank. Use a "
-        "method over a parameter server (ps), or resume from the last checkpoint."
+        f"worker 1 waited for the others' all_reduce, and a rank is gone ({told}). A collective needs every rank. Use "
+        "a method over a parameter server (ps), or resume from the last checkpoint."
     )
 
 

@@ -308,7 +308,7 @@ class PinnedPool:
         return buffer
 
     def give_back(self, key: str, buffer: torch.Tensor) -> None:
-        """Return a buffer that nobody reads or writes any more."""
+        """Return a buffer that no process reads or writes any more."""
         self._idle[key].append(buffer)
 
 

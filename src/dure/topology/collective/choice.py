@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from dure.core.catalogue import parameter
 
 HOSTED = ("hierarchical", "torus")
-"""Those that distinguish the ranks of a host from others."""
+"""Algorithms that distinguish the ranks of a host from others."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,7 +98,7 @@ class ChunkServer(RemoteService):
     def complete(self, number: int) -> Operation[Any]:
         """An operation that ends once all messages of a round are here; with `give`, its value is their combination."""
         if number not in self._complete:
-            complete = self._complete[number] = self._node.promise(f"everybody's part of round {number}")
+            complete = self._complete[number] = self._node.promise(f"all parts of round {number}")
             complete.when_done(nothing)  # its error is raised where it is awaited
             if self._gone:
                 complete.fail(self._error())

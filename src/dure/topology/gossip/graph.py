@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _PAIRS = re.compile(r"\d+-\d+(/\d+-\d+)*")
 
 DRAWS = 100
-"""How often a random graph that is not connected is drawn again."""
+"""Most draws of a random graph until one is connected."""
 
 
 def build(topology: Gossip, workers: int) -> nx.Graph:

@@ -208,7 +208,7 @@ class Peer(RemoteService):
             assert self._averaging is not None
             await self._averaging
         if self._met:
-            self._all_settled = self.node.promise(f"those who have averaged with worker {self.rank} to settle")
+            self._all_settled = self.node.promise(f"neighbors of worker {self.rank} to settle their averagings")
             await self.node.first(self._all_settled, timeout=seconds)
             for rank in list(self._met):
                 self._end(rank, stands=False)
@@ -444,7 +444,7 @@ class Peer(RemoteService):
     # ---- checkpoints
 
     def state(self) -> dict[str, Any]:
-        """What survives a restart, plain values, while nothing is under way."""
+        """The state that a checkpoint keeps, as plain values, while no averaging is under way."""
         gone = {"away": sorted(self._away), "through": sorted(self._through)}
         return {**gone, "averaged": self.averaged, "refused": self.refused}
 

@@ -1,4 +1,4 @@
-"""Which parameters go through servers and which around the ring: the sparsity-aware hybrid of Parallax.
+"""Placement of parameters: through servers, or around the ring. The sparsity-aware hybrid of Parallax.
 
 Kim et al., "Parallax: Sparsity-aware Data Parallel Training of Deep Neural Networks", EuroSys 2019.
 
@@ -231,7 +231,7 @@ def table_of(layer: Slice) -> Table:
 
 
 def measure(layers: Sequence[Slice], rows: Rows | None, steps: Sequence[Sequence[Batch]]) -> list[Use]:
-    """How much of each parameter is used by `steps`, each the inputs of every worker's batch."""
+    """Measure how much of each parameter `steps` use; each has the inputs of every worker's batch."""
     declared = set(rows(steps[0][0])) if rows is not None else set()
     unknown = declared - {layer.name for layer in layers if len(layer.shape) > 1}
     if unknown:

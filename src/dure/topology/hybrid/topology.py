@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 
 
 def check_rule(spec: OptimizerSpec) -> None:
-    """Raises `StrategyError` for an optimizer that would have to step rows that nobody touched."""
+    """Raises `StrategyError` for an optimizer that would have to step rows that no batch touched."""
     if not leaves_alone(spec):
         raise StrategyError(
             f'"{spec}" moves rows whose gradient is zero, and servers of rows get only those that a batch touched. '
@@ -78,7 +78,7 @@ def of_table(spec: OptimizerSpec, segments: Sequence[GroupRange], table: Table) 
 
 
 class _Given(NamedTuple):
-    """What one worker has pushed: `rows` has numbers and values (count, width) of each table."""
+    """The push of one worker: `rows` has numbers and values (count, width) of each table."""
 
     whole: torch.Tensor
     rows: Sequence[tuple[torch.Tensor, torch.Tensor]]
@@ -162,7 +162,7 @@ class RowShard(RemoteService):
     @remote(WORKERS, version=COUNT)
     @carrying(lambda shard: (shard.numbers,))
     def _read(self, call: Call) -> Reply | Awaitable[Reply]:
-        """What is held whole, then the rows whose numbers the call brings; once that version is there."""
+        """The parameters that are held whole, then the rows that the call numbers; once that version is there."""
         return self._when_there(call, partial(self._rows, self._counted(call.tensors[0])))
 
     @remote(WORKERS, worker=OWN, version=COUNT, lr=RATE)
@@ -439,7 +439,7 @@ class HybridTopology(Topology):
 
     @cached_property
     def rows(self) -> Placement:
-        """What goes through servers: the same in every process, as batches are drawn from the seed.
+        """The placement, which is the same in every process, since batches are drawn from the seed.
 
         Raises `StrategyError` where an optimizer or a name does not suit, `UsageError` for a run without data.
         """

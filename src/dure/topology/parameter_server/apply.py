@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Rule(NamedTuple):
-    """How a shard makes a step of a group: `vote` in place of a mean or a sum, `corrections`, then the `optimizer`.
+    """A shard's rule for the step of a group: a `vote` or a mean or sum, with `corrections`, then the `optimizer`.
 
     `optimizer` is None in a timing-only run. `coder` encodes and decodes what is voted on. Of updates that wait for no
     group, those of a staleness above `max_delay` make no step.

@@ -36,7 +36,7 @@ AGAIN_SECONDS = 0.1
 """Seconds before a server that is gone is called again."""
 
 PROGRESS_SECONDS = 1.0
-"""How often a worker that pushes seldom sends a heartbeat."""
+"""Least time between two heartbeats of a worker that pushes seldom."""
 
 Start = Callable[[], "Operation[Reply]"]
 """Makes a call, every time the same one."""
@@ -506,7 +506,7 @@ class ServerClient:
         return [reply.fields for reply in await self._replies(self._each("status"))]
 
     def state(self) -> dict[str, int]:
-        """What survives a restart."""
+        """The state that a checkpoint keeps."""
         return {"incarnation": self.sender.incarnation, "seq": self.sender.seq}
 
     def restore(self, state: Mapping[str, int]) -> None:

@@ -121,14 +121,14 @@ class Watchdog:
             self._node.spawn(self._watch(), "the watchdog of the clock")
 
     async def _watch(self) -> None:
-        # In the background, so that virtual time does not go on for its sake: it ends when nobody waits.
+        # In the background, so that virtual time does not go on for its sake: it ends when no worker waits.
         node, progress = self._node, self._progress
         while self._someone_waits():
             for worker in progress.late(self._busy()):
                 self._evict(worker)
             due = node.now() + progress.wait(self._busy())
             await node.sleep(due - node.now(), background=True)
-            # Woken much too late: this process was stopped or starved, and could not hear of anybody's progress.
+            # Woken much too late: this process was stopped or starved, and could not receive progress of any worker.
             if node.now() > due + progress.seconds / 4:
                 progress.begin_again()
         self._running = False
@@ -468,7 +468,7 @@ class ClockService(RemoteService):
         await self.shard_calls.settled()
 
     def state(self) -> dict[str, Any]:
-        """What survives a restart, plain values, while nobody is in the middle of a step.
+        """The state that a checkpoint keeps, as plain values, while no worker is in the middle of a step.
 
         `floor` is the one version before the newest that may still be pulled after it (`Shard.state`).
         """

@@ -245,7 +245,7 @@ class Coordinator(RemoteService):
         if self._due and self._past_the_first:
             resumed = self._resumed = self.node.promise("the checkpoint to be complete")
             self._answer_all()
-            self.node.spawn(self._wait_for_all(resumed), "the coordinator's eye on who has stopped")
+            self.node.spawn(self._wait_for_all(resumed), "the coordinator's watch of workers without progress")
             await resumed
             self._told.clear()
         self._past_the_first = True
@@ -374,7 +374,7 @@ class Coordinator(RemoteService):
             await each
 
     def state(self) -> dict[str, Any]:
-        """What survives a restart, plain values, at a boundary."""
+        """The state that a checkpoint keeps, as plain values, at a boundary."""
         counts = {"evaluations": self.evaluations, "spent": self.spent}
         return {"kept": copy.deepcopy(self.kept), "fenced": sorted(self._fenced.items()), **counts}
 
@@ -392,7 +392,7 @@ class Coordinator(RemoteService):
                 self._asking.pop(worker).resolve(Reply(answer))
 
     def _answer(self, worker: int) -> Mapping[str, Any] | None:
-        """What `worker` does next; None if it has to wait."""
+        """The answer to a `worker` that asks; None if it has to wait."""
         if self._resumed is not None:
             self._told.add(worker)
             return {"suspend": True}

@@ -158,7 +158,7 @@ class StagingArea:
             self._corrections.pushed(worker, seq, base)
 
     def missing(self, members: Sequence[Sequence[int]]) -> list[Sequence[int]]:
-        """Those of `members`, pairs of worker and seq, that are not staged."""
+        """The `members`, pairs of worker and seq, that are not staged."""
         return [member for member in members if tuple(member) not in self._staged]
 
     def take(self, worker: int, seq: int) -> StagedUpdate:
@@ -262,7 +262,7 @@ class Corrections:
 
     @classmethod
     def of(cls, corrections: Sequence[Correction]) -> Corrections | None:
-        """Those corrections for one shard; None where there are none."""
+        """The `corrections` for one shard; None for an empty sequence."""
         return cls(corrections) if corrections else None
 
     # ---- what workers have read

@@ -16,7 +16,7 @@ on the shard under a name, and only numbers come back.
 | `dot` x y                      | a number, this shard's part of x'y, summed in double precision         |
 | `accumulate` to worker incarnation seq | to = to + what the worker has staged under that number         |
 | `drop` worker incarnation seq  | forget what the worker has staged under that number                    |
-| `fence` worker incarnation     | forget all that it has staged and will stage in lives before that one  |
+| `fence` worker incarnation     | forget, and refuse from now on, what its earlier incarnations stage    |
 | `model` to                     | to = the shard's part of the model                                     |
 | `publish` x (gradients)        | x is the next version of the model, to which so many gradients have led |
 

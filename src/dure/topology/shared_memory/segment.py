@@ -67,7 +67,7 @@ _CLAIM_LOCKS = 1 << 40  # number of the first lock of a claim, beyond those of t
 
 
 class Layout(NamedTuple):
-    """What a segment holds: a model of `numel` elements, `vectors` like it, and a row for each of `workers`."""
+    """The contents of a segment: a model of `numel` elements, `vectors` like it, and a row for each of `workers`."""
 
     numel: int
     dtype: torch.dtype
