@@ -270,7 +270,7 @@ class Engine:
         world = range(rendezvous.place.world_size)
         given = dist.get_backend_config() if dist.is_initialized() else None
         backends = backends_of(device, rendezvous.exchange("device", place_of(device)), given)
-        before = _sockets()
+        before = _sockets()  # the difference is the engine's: those that `close` may break
         with one_family(), without_watchdog(device):
             if given is not None:
                 self._engine = dist.new_group(timeout=TIMEOUT, backend=backends)

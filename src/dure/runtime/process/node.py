@@ -78,7 +78,7 @@ class ProcessNode:
         self.identity = identity
         self.name = identity.name
         self.rank = identity.rank
-        self.rng = np.random.default_rng([seed, identity.rank, 7])
+        self.rng = np.random.default_rng([seed, identity.rank, 7])  # as in virtual time: a node draws the same numbers
         self.meter = Meter(identity.name, [] if trace else None)
         self.gradient_engine = gradient_engine
         self.services: dict[str, Service] = {}
@@ -354,7 +354,7 @@ class Connector:
         elif peer in self._waiting:
             self._waiting[peer].append(start)
         elif peer not in self._directory:
-            known = ", ".join(self._directory) or "nobody"
+            known = ", ".join(self._directory) or "no node"
             start(RemoteError(f"{self._name} does not know where {peer} is; it knows {known}."))
         else:
             self._waiting[peer] = [start]
@@ -434,7 +434,7 @@ class ProcessLoop(Loop):
         self._sequence = 0
 
     def after(self, seconds: float, callback: Callable[[], None]) -> None:
-        self._sequence += 1
+        self._sequence += 1  # timers of one time run in the order of their calls
         heapq.heappush(self._timers, (time.monotonic() + seconds, self._sequence, callback))
 
     def poll(self, callback: Callable[[], bool]) -> None:

@@ -46,7 +46,7 @@ from dure.runtime.wire.values import WireLimits
 _LONGEST_LOOK_SECONDS = 1.0  # longest time that a look adds to a stall
 ALIGNMENT = 64  # bytes
 
-_ROUND = 1 << 12
+_ROUND = 1 << 12  # buffers are of these many bytes or a multiple: so payloads of similar sizes share them
 
 SHARE = 8
 """A caller holds at most the `SHARE`th part of a budget."""
