@@ -106,7 +106,7 @@ class Peer(RemoteService):
     """The averagings of a worker with its neighbors: its calls to them, and the service that they call.
 
     `absent` ranks join later. `incarnation` is this worker's, `seed` decides the order in which it asks its neighbors.
-    `averaged` counts averagings on both sides, `refused` the refusals of neighbors that were in another averaging.
+    `averaged` counts the averagings that it has begun or answered, `refused` the refusals of busy neighbors.
     """
 
     called = "a peer"

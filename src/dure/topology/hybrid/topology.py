@@ -207,8 +207,8 @@ class RowShard(RemoteService):
 
     def _rows(self, rows: Sequence[torch.Tensor]) -> Reply:
         """The reply to a `read`."""
-        # What is held whole is lent, not copied: it changes in the step that all workers push for, and each worker
-        # pushes after it has read.
+        # The parameters that are held whole are lent, not copied: they change in the step that all workers push for,
+        # and each worker pushes after it has read.
         found = [table[numbers].reshape(-1) for table, numbers in zip(self._tables(), rows, strict=True)]
         return Reply(tensors=[self.values[: self._head], torch.cat([self.values[:0], *found])])
 
