@@ -97,7 +97,9 @@ class HogBatch:
 
     def __post_init__(self) -> None:
         if self.batch < 1:
-            raise ValueError(f"batch counts mini-batches per write and must be >= 1, got {self.batch}. 1 is hogwild.")
+            raise ValueError(
+                f"batch counts mini-batches per write and must be >= 1, got {self.batch}. Use 1 to write each one."
+            )
         _check_decay(self.decay)
 
     def server_rule(self, optimizer: OptimizerSpec) -> ServerRule:
