@@ -77,7 +77,7 @@ def test_the_models_constants_come_out_of_what_the_model_shows() -> None:
 
 def test_messages_alone_cannot_tell_the_links_part_of_a_byte() -> None:
     alone = [row for row in points(3e-4, 2e-9, 12.5e6) if row[1] == 1]
-    with pytest.raises(UsageError, match="cannot be told"):
+    with pytest.raises(UsageError, match="do not determine"):
         wire_of({"points": alone})
 
 
