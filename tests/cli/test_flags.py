@@ -31,6 +31,13 @@ def test_a_flag_overrides_a_switch_of_a_file_and_of_the_environment(words, trace
     assert parse(["train", "x", "--out", "r", *words.split()], {"DURE_TRACE": "1"}).trace == trace
 
 
+def test_an_empty_variable_of_the_environment_is_no_value(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("workers: 3\n")
+    assert parse(["train", "x", "--config", str(file)], {"DURE_WORKERS": "", "DURE_SEED": ""}).workers == 3
+    assert parse(["train", "x", "--config", str(file)], {"DURE_WORKERS": "2"}).workers == 2
+
+
 def test_a_flag_with_the_value_of_the_default_overrides_a_file(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("frozen_after: 60\nbatch_sizes: [8, 4]\n")

@@ -87,6 +87,10 @@ def test_a_field_that_is_missing_or_wrong_is_named(fields, says):
     assert len(said) < 200
 
 
+def test_the_front_of_a_rank_is_not_the_rank():
+    assert "has worker=1, which must be the caller's own rank" in refusal(PUSH, {"worker": 1, "seq": 3}, "worker 12")
+
+
 @pytest.mark.parametrize(
     ("field", "good", "bad"),
     [
@@ -221,6 +225,17 @@ def test_a_subclass_has_the_methods_of_its_base_and_may_override_them():
     assert Twice(7).expects("fill") == (TensorSpec("float32", 7),)
     assert Twice().handle(Call("worker 0", "add", {"by": 2}, ())) == Reply({"count": 4})
     assert Twice().handle(Call("worker 0", "look", {}, ())) == Reply({"count": 0})
+
+
+def test_a_subclass_may_declare_a_method_anew():
+    class Stricter(Counter):
+        @remote(DRIVER)
+        @carrying(lambda counter: (TensorSpec("int64", 1),))
+        def _add(self, call): ...
+
+    assert Stricter.protocol["add"] == Method(DRIVER)
+    assert Stricter().expects("add") == (TensorSpec("int64", 1),)
+    assert list(Stricter.protocol) == list(Counter.protocol)
 
 
 def test_a_service_admits_the_callers_that_have_a_part_in_it():

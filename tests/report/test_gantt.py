@@ -36,6 +36,7 @@ def chart(bars, *, end=2.0, unit="s", **more):
     ("end", "unit", "shown", "last"),
     [
         (0.25, "s", "ms", 250),
+        (0.7, "s", "ms", 700),  # 0.7 / 0.001 / 100 is less than 7
         (4.0, "s", "s", 4),
         (1200.0, "s", "min", 20),
         (9e4, "s", "h", 25),
@@ -47,7 +48,7 @@ def test_the_axis_has_a_unit_and_round_numbers_to_the_end(end, unit, shown, last
     assert found.unit == shown
     steps = {round(after - before, 9) for before, after in pairwise(found.numbers)}
     assert len(steps) == 1
-    assert steps.pop() in (0.5, 1, 2, 5, 50)
+    assert steps.pop() in (0.5, 1, 2, 5, 50, 100)
     assert found.numbers[0] == 0
     assert found.numbers[-1] == last or last - found.numbers[-1] < found.numbers[1]
 
@@ -112,6 +113,23 @@ def test_a_bar_that_is_always_drawn_has_a_width_without_time():
     assert gone.end == pytest.approx(1.0)
     assert kept.end > 1.504
     assert text(chart(bars), 31).splitlines()[0] == "worker 0 |               ~    |"
+
+
+def test_a_bar_without_time_at_the_end_makes_no_row_longer():
+    bars = [Bar("run", 0.0, 2.0), Bar("send", 2.0, 2.0, always=True)]
+    first, second = text(chart(bars), 31).splitlines()
+    assert len(first) == len(second) == 31
+
+
+def test_the_legend_goes_on_in_a_new_line_where_the_picture_ends():
+    kinds = {name: BarKind("#9cc8f2", name * 60) for name in "abcd"}
+    made = svg(replace(chart([Bar(name, 0, 1) for name in kinds]), kinds=kinds))
+    width = float(re.search(r'<svg[^>]* width="([\d.]+)"', made).group(1))
+    places = [
+        tuple(map(float, each)) for each in re.findall(r'<text x="([\d.]+)" y="([\d.]+)"[^>]*>(?:a|b|c|d){60}<', made)
+    ]
+    assert len(places) == len(set(places)) == 4
+    assert all(x + 6.6 * 60 <= width for x, _ in places)
 
 
 def test_names_are_text_and_long_ones_are_cut():

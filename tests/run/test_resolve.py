@@ -9,6 +9,7 @@ import torch
 
 from dure.cli.main import main
 from dure.job.job import load_job
+from dure.job.optimizer import OptimizerSpec
 from dure.run import train
 from dure.run.config import TrainConfig
 from dure.run.launchers import entry
@@ -25,6 +26,22 @@ STRATEGIES = (
     "bsp collective 1bit",
     "diloco",
 )
+
+
+@pytest.mark.parametrize(
+    ("text", "lr", "used"),
+    [
+        ("adam", None, 0.2),  # the job's own rule: its rate
+        ("adagrad", None, 0.01),
+        ("adagrad:lr=0.5", None, 0.5),
+        ("adagrad:lr=0.5", 0.25, 0.25),
+        (None, 0.25, 0.25),
+    ],
+)
+def test_the_rate_of_a_run(text, lr, used):
+    """A flag before the optimizer's text, the text before the rule's default, which another rule than the job's has."""
+    config = TrainConfig(job="given", optimizer=text, lr=lr, on="virtual")
+    assert config.optimizer_over(OptimizerSpec("adam", lr=0.2)).lr == used
 
 
 @pytest.fixture

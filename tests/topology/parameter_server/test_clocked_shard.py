@@ -167,6 +167,10 @@ def test_notes_travel_with_an_update_and_come_with_the_admission() -> None:
         one.run(client.push(update(1.0), note={"clock": rank}))
     one.run(one.clients[1].next_version(room()))
     assert one.clients[1].stats == [{"clock": 0}, {"clock": 1}]
+    for client in one.clients:
+        one.run(client.push(update(1.0)))
+    one.run(one.clients[1].next_version(room()))
+    assert one.clients[1].stats == []
 
 
 def test_an_unknown_method_is_named() -> None:

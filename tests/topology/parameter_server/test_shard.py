@@ -21,7 +21,7 @@ from dure.core.node import Address, Call, Ghost, Operation, Reply, Work
 from dure.core.sequence import SequenceTracker
 from dure.core.state import State
 from dure.core.vectors import gather
-from dure.errors import CallTimeout, Evicted, Refused
+from dure.errors import CallTimeout, Evicted, PeerLost, Refused
 from dure.job.optimizer import FlatOptimizer, GroupRange, OptimizerSpec, restrict
 from dure.topology.parameter_server.admission import Policy
 from dure.topology.parameter_server.choice import SPLITS
@@ -470,7 +470,50 @@ def test_the_ledger_knows_what_is_missing() -> None:
         again.first_time(0, 2, 5000)
 
 
+class Gone:
+    """A node that loses its server at each call, and whose time passes while it sleeps."""
+
+    def __init__(self, node: Any) -> None:
+        self.promise, self.seconds, self.calls = node.promise, 0.0, 0
+
+    def now(self) -> float:
+        return self.seconds
+
+    def sleep(self, seconds: float) -> Operation[None]:
+        self.seconds += seconds
+        slept: Operation[None] = self.promise("a sleep")
+        slept.resolve()
+        return slept
+
+    def call(self, service: Address, method: str, **fields: Any) -> Operation[Reply]:
+        self.calls += 1
+        assert self.calls < 100, "the time of a server that is gone begins anew"
+        lost: Operation[Reply] = self.promise("a lost server")
+        lost.fail(PeerLost("server 0 is gone"))
+        return lost
+
+
+def test_a_server_that_is_gone_is_called_again_for_the_seconds_of_its_return() -> None:
+    fleet = Fleet(1)
+    client = fleet.clients[0]
+    node = Gone(client.node)
+    client.node, client.return_seconds, client.attempts = cast(Any, node), 0.35, 2
+    with pytest.raises(PeerLost, match="gone"):
+        fleet.run(client.status())
+    assert node.calls == 5
+
+
 # ---- what is refused
+
+
+def test_an_update_that_one_shard_refuses_is_taken_back_from_all_others() -> None:
+    fleet = Fleet(3, policy=Barrier(), workers=1)
+    update = torch.ones(NUMEL)
+    update[0] = torch.nan
+    with pytest.raises(Refused, match="update 1"):
+        fleet.run(fleet.clients[0].push(update, base=[0] * 3))
+    assert [shard.refused for shard in fleet.shards] == [1, 0, 0]
+    assert [len(shard.staging) for shard in fleet.shards] == [0, 0, 0]
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
