@@ -10,8 +10,10 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import dure
-from dure.errors import UsageError
+from dure.errors import StrategyError, UsageError
+from dure.partition import PIPELINES
 from dure.partition.memory import MemoryUse, of_model, of_part
+from dure.run.strategy import make
 from dure.runtime.virtual.cluster import Cluster, Machines
 from dure_jobs.vgg16 import vgg16_shapes
 
@@ -102,6 +104,18 @@ def test_each_machine_is_held_against_its_own_worker():
     virtual(dense(), partition, Cluster(machines=(large, small, Machines(count=2))), **options)
     with raising(UsageError, "worker 2"):
         virtual(dense(), partition, Cluster(machines=(large, small, small, large)), **options)
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_more_memory_is_answered_with_remat_where_the_method_takes_it(name):
+    partition = f"{name}:stages=2"
+    with pytest.raises(UsageError, match="bytes of memory or more") as caught:
+        virtual(dense(), f"bsp collective {partition}", machines(1, 2), steps=1, optimizer="momentum:lr=0.1")
+    try:
+        taken = make(f"{partition},remat=true", "partition") != make(partition, "partition")
+    except StrategyError:
+        taken = False
+    assert ("add remat=true" in str(caught.value)) == taken
 
 
 def test_a_timing_only_run_of_stages_needs_shapes_alone():

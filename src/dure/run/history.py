@@ -48,9 +48,10 @@ class SnapshotEvaluator:
     def __init__(self, setup: Setup, finished: Callable[[Row], None], callbacks: Callbacks) -> None:
         self._evaluator = grader_of(setup.job, setup.config.eval_samples, seed=setup.config.seeded)
         self._finished = finished
-        self._newest_only = setup.job.companions is not None  # an episode may take longer than the time between two
         self._evaluating = callbacks.evaluating
-        self._waiting: deque[Snapshot] = deque()
+        # Of agents the newest only: an episode may take longer than the time between two snapshots. `append` drops the
+        # older one at once: the thread never finds an empty queue between a removal and an insertion.
+        self._waiting: deque[Snapshot] = deque(maxlen=None if setup.job.companions is None else 1)
         self._evaluated: deque[Row] = deque()
         self._wake = threading.Semaphore(0)
         self._closing = False
@@ -59,8 +60,6 @@ class SnapshotEvaluator:
         self._thread.start()
 
     def submit(self, snapshot: Snapshot) -> None:
-        if self._newest_only:
-            self._waiting.clear()
         self._waiting.append(snapshot)
         self._wake.release()
 

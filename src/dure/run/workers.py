@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from dure.core.node import Node
     from dure.core.state import State
     from dure.job.gradient import GradientSource, LocalOptimizer
+    from dure.partition.pipeline import Pipeline
     from dure.run.checkpoint import Parts
     from dure.run.setup import Setup
     from dure.runtime.virtual.cluster import Cluster
@@ -89,8 +91,16 @@ def _advice(setup: Setup) -> str:
     pipeline, shared = setup.stages.pipeline, setup.stages.shared
     ways = [] if shared is None else [f"more ways than {shared.ways}"]
     stages = [] if shared is not None and not shared.in_pipelines else [f"more stages than {pipeline.stages}"]
-    less = "" if pipeline.remat or pipeline is ONE_STAGE else "add remat=true, "
+    less = "add remat=true, " if pipeline is not ONE_STAGE and _takes_remat(pipeline) else ""
     return f"Use {' or '.join([*ways, *stages])}, {less}or make the mini-batch smaller."
+
+
+def _takes_remat(pipeline: Pipeline) -> bool:
+    """Whether the method can compute activations again, and does not do so yet."""
+    try:
+        return replace(pipeline, remat=True) != pipeline
+    except ValueError:
+        return False
 
 
 def build_worker(run: Setup, node: Node, number: int, meter: Meter, *, start: int = 0) -> WorkerState:
