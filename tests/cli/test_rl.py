@@ -62,7 +62,7 @@ def test_a_run_that_nothing_ends_has_a_limit_of_its_own(options, seconds, frames
     [
         ("--set send", "write KEY=VALUE"),
         ("--set hidden=12,12", "join the parts of a value by /"),
-        ("--alpha 0.5 --set alpha=0.6", "alpha is given twice"),
+        ("--alpha 0.5 --set alpha=0.6", "alpha has a value already. Write --alpha 0.6"),
         ("--set sends=5", "has no parameter 'sends'"),
         ("--env CartPol-v1", "CartPole-v1"),
         ("--actors 2 --replays 3", "Give at most 2"),

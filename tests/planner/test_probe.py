@@ -540,7 +540,7 @@ def test_hosts_and_the_links_between_them_and_inside_are_probed(tmp_path: Path) 
 
 
 def test_what_makes_no_sense_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(UsageError, match="workers counts machines"):
+    with pytest.raises(UsageError, match="workers counts the workers of this machine"):
         probe(workers=0)
     assert main(["probe", "no-such-job", "--out", str(tmp_path / "x.yaml")]) == 2
     assert "no job is called" in capsys.readouterr().err

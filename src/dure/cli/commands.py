@@ -85,9 +85,9 @@ class Methods(Printed):
     example: ClassVar[str] = "dure methods ssp"
 
     name: Positional[str] = ""
-    """Which one; all if left out. Of gossip also a graph, as in gossip:graph=ring."""
+    """A member; all if left out. gossip may have a graph, as in gossip:graph=ring."""
     workers: Workers | None = None
-    """How many gossip with each other; 8, 16 and 64 if left out."""
+    """Workers of the graphs of gossip; 8, 16 and 64 if left out."""
     draw: tuple[Path, ...] | None = None
     """Draw a method over time, as in ssp --draw FILE.svg, or the timetable of a partition, as in pipedream:stages=4: as
     text and, in the file, in color."""
@@ -199,7 +199,7 @@ class Report(Printed, ComparedTarget):
     example: ClassVar[str] = "dure report runs/demo --out demo.html"
 
     folders: Positional[tuple[Path, ...]]
-    """Folders of runs, or folders that hold such."""
+    """Folders of runs, or folders with folders of runs in them."""
     out: Path | None = None
     """File of the report. If left out: report.html, or the first of report-2.html, report-3.html, ... that is free."""
 
@@ -264,7 +264,7 @@ class Probe(Printed):
     job: Positional[str] = ""
     """A job whose steps are timed; products of matrices if left out."""
     workers: int = 4
-    """How many workers share this machine, where it is alone."""
+    """Workers that share this machine, if it is the only one."""
     codec: Repeated[tuple[str, ...]] = ()
     """A codec whose cost is measured too, on the job's gradients; the flag may be repeated."""
     data: Path | None = None

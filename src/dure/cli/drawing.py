@@ -135,7 +135,7 @@ class PipelinePicture:
         if isinstance(pipeline, Programmed):
             raise UsageError(
                 f"{title} has no order of actions to draw: it is a program on the stages. "
-                "Record a run of it by dure train --trace, and open trace.json in Perfetto."
+                "Record a run of it by dure train --trace --out DIR, and open DIR/trace.json in Perfetto."
             )
         return cls(pipeline, title, range(2 if pipeline.flushes else 2 * pipeline.stages + 4))
 
@@ -292,7 +292,7 @@ ORDER = "order"
 """A round of commands of a coordinator, which is drawn even if it takes no time that shows."""
 
 PREPOSITIONS = {"push": "to", "pull": "from", "fetch": "from"}
-"""Of messages to the servers. Others have their receivers in the `about` of a picture."""
+"""Prepositions of messages to servers. Other messages have their receivers in the `about` of a picture."""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from dure.errors import UsageError
 from dure.run.config import Checked, FlagName, Options, OptionUse
 
 conf: Any = tyro.conf
-"""Markers of types; those here are made of values."""
+"""tyro.conf without its static types: its markers are applied here to types that are made at run time."""
 
 PREFIX = "DURE_"
 

@@ -1,4 +1,4 @@
-"""The command line: makes objects of text and of the environment.
+"""The entry point of `dure`: parses the arguments, executes the command, and writes its result.
 
     defaults  <  file (--config)  <  environment (DURE_WORKERS=8)  <  flags
 

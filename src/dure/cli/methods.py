@@ -20,8 +20,9 @@ Row = dict[str, Any]
 HINT = "\nWhat a parameter means, its range, its unit and its symbol in the paper: dure methods NAME"
 
 GAPS = (
-    "A gap is one minus what is left of a disagreement in its slowest direction: of its square after an averaging of "
-    "two, of itself after a round in which all average with all neighbors (Metropolis weights)."
+    "A gap is 1 minus a factor of the workers' disagreement in its slowest direction. Gap, averaging: the factor by "
+    "which an averaging of two neighbors multiplies its square, on average. Gap, round: the factor by which a round "
+    "multiplies it, in which all average with all neighbors (Metropolis weights)."
 )
 
 WIDEST = 16
@@ -51,7 +52,10 @@ def members(name: str = "", workers: int | None = None) -> list[Row]:
             choice = make(name, axis) if ":" in name else None
             return [{**_row(axis, member, catalogue(axis)[member]), **more(choice, workers)}]
     if workers is not None:
-        raise UsageError("workers is how many gossip with each other: write dure methods gossip --workers 16.")
+        raise UsageError(
+            f"workers={workers} is for the graphs of gossip. Write dure methods gossip --workers {workers}, or leave "
+            "workers out."
+        )
     if ":" in name and user_code.split(name) is None:
         make(name)
         name = parse_members(name)[0].name

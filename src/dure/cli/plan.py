@@ -133,7 +133,7 @@ def table(values: dict[str, Any]) -> Any:
 
 
 def ending(values: dict[str, Any]) -> str:
-    """What would change the ranking, and what was not timed."""
+    """The text below the table: changes that would change the ranking, and the strategies that the table leaves out."""
     lines = [""]
     rest = len(values["rows"]) - SHOWN
     if rest > 0:

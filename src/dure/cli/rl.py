@@ -167,7 +167,8 @@ class RlOptions(RunOptions, JobParameters, Experience):
             if "," in value:
                 raise UsageError(f"set={text!r} has a comma: join the parts of a value by /, as in --set hidden=64/64.")
             if key in values:
-                raise UsageError(f"{key} is given twice: by --set {text} and by --{key.replace('_', '-')}.")
+                once = f"Write --{key.replace('_', '-')} {value}" if key in self.types() else "Set it once"
+                raise UsageError(f"set={text!r}: {key} has a value already. {once}.")
             values[key] = value
         return f"{self.algorithm}:{','.join(f'{name}={value_text(value)}' for name, value in values.items())}"
 
@@ -175,7 +176,7 @@ class RlOptions(RunOptions, JobParameters, Experience):
 SHARED = tuple(
     {each.name for each in fields(RlOptions)} & {each.name for each in fields(TrainConfig)} - {"sync"},
 )
-"""Options that are those of a training."""
+"""Options that `TrainConfig` has too, except `sync`, whose default here depends on the algorithm."""
 
 
 def values_of(run: Run) -> dict[str, Any]:

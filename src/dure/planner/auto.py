@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 AUTO = "auto"
 
 WITHIN = 30.0
-"""Real seconds for the choice, if nobody gives others."""
+"""Real seconds for the choice, by default."""
 
 
 def train(job: str | Job, *, sync: Any = None, on: str | Cluster = "", within: float = WITHIN, **options: Any) -> Run:

@@ -199,7 +199,7 @@ def calibrated(cluster: Cluster, job: Job, profile: JobProfile) -> Cluster:
 
 
 def _divided(compute: Compute, job: Job, profile: JobProfile) -> Compute:
-    """`compute` by overhead and operations. Its seconds are those of the job's mini-batch."""
+    """Divide the seconds of `compute`, those of the job's mini-batch, into overhead and operations."""
     assert compute.seconds is not None
     assert not isinstance(compute, Trace)  # which has no seconds
     factor = compute.seconds / profile.seconds(job.batch_size)

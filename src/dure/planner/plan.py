@@ -170,7 +170,7 @@ def _cluster(config: PlanOptions, job: Job, say: Say) -> Cluster:
 
 
 def _families(rows: Sequence[Ranked], count: int, family: Callable[[Ranked], object]) -> list[Ranked]:
-    """The best rows, of each family the first, and plain data parallelism."""
+    """The first row of each family, at most `count` of them, and plain data parallelism."""
     best: dict[object, Ranked] = {}
     for row in rows:
         best.setdefault(family(row), row)

@@ -27,7 +27,7 @@ from dure.run.strategy import by_axis
 
 
 class Deadline:
-    """Over once `seconds` have passed on `clock`."""
+    """A time limit: it is over once `seconds` have passed on `clock`."""
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -1,7 +1,7 @@
 """Timing of a strategy in a scene, by a timing-only run in virtual time: the code of the method itself, without values.
 
-The speed of a worker is its number of steps between two of its steps, over the seconds between them: after the pipeline
-is full (`warm` steps), over whole periods of the method, and before the first worker has done its last step, since the
+The speed of a worker is a number of its steps divided by their seconds. The steps that count come after the pipeline is
+full (`warm` steps), are whole periods of the method, and end before the first worker has done its last step, since the
 others would no longer meet it.
 
 In virtual time all workers start at once, and workers of constant speed stay in step for hundreds of steps, in which
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 class StepTimes:
-    """Times of the steps of each worker. `sent` has the bytes of all workers at the steps of the first that steps."""
+    """Keeps the times of each worker's steps, and the bytes that all have sent at each step of the first that steps."""
 
     def __init__(self, warm: int, period: int) -> None:
         self._warm = warm

@@ -1,4 +1,4 @@
-"""The ground of a figure: its settings, its ticks, and its SVG.
+"""The settings, ticks and SVG that all figures share.
 
 The module does not use pyplot, and changes the settings of matplotlib only while it draws.
 """

@@ -3,10 +3,7 @@
 JSON cannot write numbers that are not finite. They are written as the texts "NaN", "Infinity" and "-Infinity", as in
 the JSON mapping of Protocol Buffers.
 
-A sink is a destination of the rows of a history besides its folder, written while the run goes on: `JsonLines` needs
-nothing, `TensorBoard` needs `tensorboard`. A row is a mapping such as `{"seconds": 1.5, "step": 20, "updates": 40,
-"samples": 640, "loss": 0.4, "accuracy": 0.9, "bytes": 8192}`. A row of reinforcement learning has a mean return, and
-figures of actors and replays. A value may be None.
+A sink is a destination of the rows of a history, written while the run goes on.
 
 | sink          | needs         |
 |---------------|---------------|
@@ -145,7 +142,7 @@ class Unwritten:
 class Sink(Protocol):
     """Writes rows. After `write` has returned, a kill of this process does not lose the row.
 
-    Both methods raise OSError if the disk has no room for all rows so far; a later `write` tries again.
+    Both methods raise OSError if the disk has no space for all rows so far; a later `write` tries again.
     """
 
     def write(self, row: Mapping[str, Any]) -> None: ...
@@ -158,7 +155,7 @@ class JsonLines:
 
     def __init__(self, path: str | Path) -> None:
         self._file = AppendedFile(Path(path))
-        _drop_torn_line(Path(path))
+        _drop_torn_line(Path(path))  # after `AppendedFile` has created it; appends follow the new end
 
     def write(self, row: Mapping[str, Any]) -> None:
         self._file.append(to_json(row).encode("utf-8") + b"\n")

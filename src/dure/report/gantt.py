@@ -119,7 +119,7 @@ class Gantt:
 
     @cached_property
     def widest(self) -> Sequence[float]:
-        """Of bars of one tick the width of the widest first line, and of the widest second line."""
+        """The widths of the widest first line and of the widest second line of all bars, for bars of one tick."""
         lines = zip_longest(*(bar.lines for bar in self.bars), fillvalue="")
         return [max(map(text_width, texts)) for texts in lines]
 

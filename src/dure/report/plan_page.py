@@ -1,4 +1,4 @@
-"""Writes the page of a plan: one HTML file to explore, that opens offline and asks nothing of the network.
+"""Writes the page of a plan: one HTML file to explore, that opens offline and needs no network.
 
 The page shows all parts without its script. The script moves the ranking with the slider and copies commands. A policy
 in the page (CSP) lets a browser run that script alone, whatever the plan's texts hold.

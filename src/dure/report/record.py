@@ -6,8 +6,8 @@
     trace.json       the activities of all nodes over time, with `--trace` (`report.trace`)
     checkpoints/     created first and exclusively: two runs never share a folder
 
-Numbers that are not finite are written as text (`report.files`). Of what is read, the types of the entries that reports
-use are checked.
+Numbers that are not finite are written as text (`report.files`). Reading checks the types of the entries that
+reports use.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class RunFolder:
             if not rows:
                 break
             end, rows = end + len(line) + 1, rows - bool(line.strip())
-        with path.open("r+b") as file:  # a shorter file needs no room on the disk
+        with path.open("r+b") as file:  # a shorter file needs no space on the disk
             file.truncate(end)
 
     @property
@@ -184,7 +184,7 @@ class RunFolder:
     def append(self, row: Row) -> None:
         """Append a row to the history; the operating system has it when `append` returns, unless the disk is full.
 
-        A row that the disk had no room for is written with a later one.
+        A row that a full disk refused is written with a later one.
         """
         with self.unwritten.tolerated(HISTORY):
             if self._history is None:

@@ -1,4 +1,4 @@
-"""Writes the activities of all nodes over time as a Chrome trace, for https://ui.perfetto.dev; reads pipelines of one.
+"""Writes the activities of all nodes over time as a Chrome trace, for https://ui.perfetto.dev; reads pipelines.
 
 Format: "Trace Event Format" (Google, 2016), JSON object form. One process per rank; in it one thread each for
 
@@ -161,7 +161,10 @@ def timeline(path: Path) -> Mapping[str, Sequence[Bar]]:
         with path.open(encoding="utf-8") as file:
             return _bars(iter(lambda: file.readline(LONGEST), ""))
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise RecordError(f"{path} is no trace that dure wrote ({type(error).__name__}: {error}).") from error
+        raise RecordError(
+            f"{path} is no trace that dure wrote ({type(error).__name__}: {error}). Remove the file "
+            "to make the report without it."
+        ) from error
 
 
 def _bars(lines: Iterable[str]) -> Mapping[str, Sequence[Bar]]:

@@ -1,4 +1,4 @@
-"""Tells from which bandwidth on a run's codec costs more time than it saves, and the seconds of a step on four links.
+"""Computes the bandwidth above which a run's codec costs more time than it saves, and the seconds of a step on links.
 
     with the codec       compute + coding + bytes / bandwidth
     without              compute          + bytes of float32 / bandwidth

@@ -196,8 +196,8 @@ class TrainingOptions(Checked):
     lr: NonNegative | None = None
     """Learning rate; the job's if left out."""
     scale_lr: bool = False
-    """Where K workers' gradients are averaged (bsp, averaging), K times the rate: a sample then counts for as much
-    as where they are added up (ssp, downpour). Linear scaling, Goyal et al. 2017."""
+    """Multiply the rate by K where K workers' gradients are averaged (bsp, averaging): a sample then counts for as
+    much as where they are added up (ssp, downpour). Linear scaling, Goyal et al. 2017."""
     optimizer: str | None = None
     """sgd, momentum, adagrad, adam, adamw or rmsprop, with parameters as in momentum:momentum=0.9; the job's if left
     out. sgd is without momentum unless it gives one; other parameters are the job's where they are not given."""
@@ -214,7 +214,7 @@ class TrainingOptions(Checked):
     split: str | None = None
     """How samples go to workers: iid, whole, striped, dirichlet:alpha=0.1; the job's if left out."""
     dtype: Literal["float32", "float64"] | None = None
-    """Of parameters and data; float32 if left out."""
+    """Type of parameters and data; float32 if left out."""
     eval_every: Count | None = None
     """Steps per worker between evaluations; a twentieth of the run if left out."""
     eval_samples: Count | None = None
@@ -229,7 +229,7 @@ class Options(RunOptions, TrainingOptions):
     exact: bool = False
     """Evaluate gradients one at a time on one thread (virtual time)."""
     timing_only: bool = False
-    """No tensors at all, only what takes how long (virtual time)."""
+    """Compute the seconds of the run alone, without tensors (virtual time)."""
 
     @property
     def seeded(self) -> int:
@@ -371,8 +371,9 @@ class CompareConfig(ComparedTarget, Options):
         """One configuration per place and strategy, each with a numbered folder of its own under `out`."""
         if any(map(is_started_outside, self.on)):
             raise UsageError(
-                "compare runs in places that it starts itself, and torchrun starts us. Write dure train --on torchrun "
-                "--out DIR once per strategy, and dure report DIR DIR ..."
+                "compare starts the processes of its runs itself, and on=torchrun leaves that to torchrun. Run "
+                "torchrun --nproc-per-node N -m dure train --on torchrun --out DIR once per strategy, then dure report "
+                "DIR DIR ..."
             )
         shared = {option.name: getattr(self, option.name) for option in fields(Options)}
         choices = [(on, text) for on in self.on or (DEFAULT,) for text in self.strategies or FEW]

@@ -1,4 +1,4 @@
-"""How a run is started elsewhere: `--emit` of `dure train` and `dure plan` turns their options into a `Launch`.
+"""The launch of a run on other machines: `--emit` of `dure train` and `dure plan` makes it of their options.
 
 A launch is a configuration and the ranks on each machine. `run.emit_targets` writes its text; nothing is started.
 """
@@ -93,7 +93,7 @@ def _ranks(place: TrainConfig, nodes: int | None) -> Sequence[int]:
     machines = nodes or 1
     if workers % machines:
         raise UsageError(
-            f"{workers} workers cannot be on {machines} machines with as many on each. Write --workers "
+            f"{workers} workers cannot be on {machines} machines with equal numbers of workers. Write --workers "
             f"{machines * max(1, workers // machines)}, or another number of nodes."
         )
     return [workers // machines] * machines
@@ -162,8 +162,8 @@ def launch_of(config: TrainConfig, ranks: Sequence[int], image: str = "") -> Lau
 
     if len(set(ranks)) > 1:
         raise UsageError(
-            f"the machines have {', '.join(map(str, ranks))} workers, and dure's ranks of torchrun are as many on each "
-            "machine. Describe machines with equal numbers of workers."
+            f"the machines have {', '.join(map(str, ranks))} workers, and --emit starts the same number of ranks "
+            "on each. Describe machines with equal numbers of workers."
         )
     config = replace(config, on="torchrun", workers=None)
     strategy = config.chosen()

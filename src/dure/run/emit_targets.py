@@ -41,8 +41,8 @@ def torchrun(launch: Launch) -> str:
 def line(launch: Launch, ranks: str = "") -> str:
     """The line alone. On several machines it has placeholders: NODE for a machine's number, HOST for machine 0.
 
-    `ranks` replaces the number of ranks. The rendezvous is static. torchrun's other one, c10d, which --standalone is
-    too, unpickles what it finds in its store: everyone who reaches the port could execute code.
+    `ranks` replaces the number of ranks. The rendezvous is static. torchrun's other rendezvous, c10d, which
+    --standalone uses too, unpickles the values of its store: any program that reaches the port could execute code.
     """
     start = start_words(launch.nodes, ranks or str(launch.ranks))
     return shlex.join([*start, *launch.restarts, "-m", *launch.arguments])
@@ -173,7 +173,7 @@ CONTAINER = "pytorch"
 def pytorchjob(launch: Launch) -> str:
     """The manifest of a `PyTorchJob`. The first machine is the pod of the master, the others are pods of workers.
 
-    A failed pod is not replaced: the ranks of the others wait at another meeting than a new one would join.
+    A failed pod is not replaced: a new pod would join a new rendezvous, at which no other rank waits.
     """
     replicas = {"Master": _pods(launch, 1)}
     if launch.nodes > 1:

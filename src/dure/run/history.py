@@ -104,7 +104,7 @@ class SnapshotEvaluator:
 
 
 class RunCounts(NamedTuple):
-    """The seconds of a run, the samples and bytes of all workers, and the last step that each of them has made: now."""
+    """The present seconds of a run, samples and bytes of all workers, and the last step that every worker has made."""
 
     seconds: Callable[[], float]
     samples: Callable[[], int]
@@ -113,7 +113,7 @@ class RunCounts(NamedTuple):
 
 
 class History(ABC):
-    """Makes the rows of a run, in virtual time and on processes; `more` gives what a row has besides at such seconds.
+    """Makes the rows of a run, in virtual time and on processes; `more` gives further entries of a row, by its seconds.
 
     | method                                 | model               | in virtual time         | on processes           |
     |----------------------------------------|---------------------|-------------------------|------------------------|

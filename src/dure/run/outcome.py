@@ -53,7 +53,7 @@ class Totals:
             row[name] = row.get(name, 0) + amount
 
     def count_updates(self, shards: Sequence[tuple[Mapping[int, int], int, int]]) -> None:
-        """What shards have applied and refused: (updates by staleness, applied, refused) of the stalest is quoted."""
+        """Take over the counts of the stalest of `shards`, each of (updates by staleness, applied, refused)."""
         stalest = max(shards, key=lambda shard: VersionCounts(Counter(shard[0])).mean)
         self.staleness.histogram.update(stalest[0])
         self.counts["updates_applied"], self.counts["updates_refused"] = stalest[1:]
@@ -88,7 +88,7 @@ class Totals:
 
 @dataclass(slots=True)
 class Outcome:
-    """How a run ended: its totals, its rows of history, and the parameters that it delivers (None: timing only)."""
+    """The result of a run: its totals, its rows of history, and the parameters that it delivers (None: timing only)."""
 
     totals: Totals
     history: list[dict[str, Any]]

@@ -1,4 +1,4 @@
-"""Objects of a run's caller beside a configuration: those that are made already, and receivers of reports."""
+"""Objects that the caller of a run passes beside its configuration: objects made already, and callbacks."""
 
 from __future__ import annotations
 

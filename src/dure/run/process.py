@@ -61,7 +61,7 @@ FAILURE_TEXT = 4000
 
 @dataclass(frozen=True)
 class FaultSettings:
-    """How the processes of a run treat workers and servers that are absent, slow or lost.
+    """Settings of a run's processes for workers and servers that are absent, slow or lost.
 
     `absent` workers join later. The clock evicts a worker without progress for `evict_seconds` (more, if it is slow).
     With `log` the shards keep a list of applied updates, for `status`. Workers wait `return_seconds` for a server that
@@ -99,7 +99,7 @@ class RunProcess(ABC):
         return 0
 
     def counters(self) -> dict[str, int]:
-        """Payload bytes and messages exchanged with everyone but the driver."""
+        """Payload bytes and messages exchanged with all nodes but the driver."""
         counts = dict.fromkeys(COUNTED, 0)
         for peer, traffic in self.node.wire.traffic.items():
             if peer != "driver":
@@ -438,7 +438,7 @@ class WorkerProcess(RunProcess):
 
     async def _checkpoint(self) -> None:
         reply = await self.node.call(DRIVER_ADDRESS, "suspended", step=self.next_checkpoint)
-        await self.node.sent_to_wire()
+        await self.node.sent_to_wire()  # the counts below then have all messages so far
         state = lifecycle.state(self.worker)
         state.plain |= {"counted": self._counts(), **self._metered()}
         problem = None
@@ -449,11 +449,11 @@ class WorkerProcess(RunProcess):
         go = await self.node.call(DRIVER_ADDRESS, "saved", problem=problem)
         self.next_checkpoint = go.fields["checkpoint"]
         self.suspending = False
-        self.worker.asking = False
+        self.worker.asking = False  # the checkpoint may have ended a wait for admission
 
 
 def engine_groups(node: ProcessNode, workers: int, store: Sequence[Any], device: torch.device) -> Any:
-    """Join the engine's process group of all workers; what makes a `Group` of ranks.
+    """Join the engine's process group of all workers; return the function that makes a `Group` of ranks.
 
     Tensors on the `device` of this worker travel by the device's backend, others by Gloo.
     """

@@ -176,7 +176,7 @@ def _beat(stack: ExitStack, spec: LaunchSpec, credentials: Credentials, state: C
 
 
 def take(device: str) -> None:
-    """Make `device` that of this process.
+    """Make `device` the current device of this process.
 
     A process that is forked after a gradient was computed or a device was used can do neither, on a machine with an
     accelerator. This raises `DureError` then: the job has done so in its file or in `model()`.

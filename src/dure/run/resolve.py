@@ -163,7 +163,7 @@ def _learners(config: TrainConfig, cluster: Cluster | None, companions: Companio
 
 
 def check_without_job(config: TrainConfig, strategy: Strategy, workers: int) -> int:
-    """Check what the job has no part in; returns the number of workers that hold one copy of the model.
+    """Check the options that need no job; returns the number of workers that hold one copy of the model.
 
     Raises `UsageError` for a number of workers that does not suit the strategy or the options.
     """
@@ -173,7 +173,8 @@ def check_without_job(config: TrainConfig, strategy: Strategy, workers: int) -> 
         raise UsageError(f"batch_sizes gives {len(given)} sizes for {workers // parts} {holders}. Give one per {each}.")
     if workers < fewest:
         raise UsageError(
-            f'"{strategy}" needs at least {fewest} workers, and there are {workers}. Use that many, or wait for fewer.'
+            f'"{strategy}" needs at least {fewest} workers, and there are {workers}. Use that many, a smaller number '
+            f'in "{member_text("sync", strategy.sync)}", or another method.'
         )
     if config.timing_only and not config.virtual:
         raise UsageError("timing_only is for virtual time, and this run is real. Use --on virtual, or leave it out.")

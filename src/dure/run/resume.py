@@ -1,8 +1,8 @@
 """The configuration of a resumed run: that of its record, with the few options that may change, or another split.
 
 A record keeps the path and the SHA-256 of each file of code. Without `--trust`, a file is executed only if its path and
-its content are those of the record. A file inside the run's own folder needs `--trust` in any case: whoever made the
-folder could have made the record too.
+its content are those of the record. A file inside the run's own folder needs `--trust` in any case: the author of the
+folder could have written the record too.
 
 The parameters and the optimizer's vectors of a copy of the model are those of its workers, put together: they are cut
 again for the workers of the new split. This is exact for bsp over collectives, where nothing else belongs to a worker.
@@ -192,7 +192,7 @@ def _problem(folder: Path, path: Path, recorded: Any) -> str:
     if recorded.get("path") != str(path):
         return f"when the run began it was {recorded.get('path')}"
     if path.is_relative_to(folder):
-        return "the file lies in the folder of the run, so that whoever made the folder has made it too"
+        return "the file lies in the folder of the run, whose author may have written it too"
     if not path.is_file():
         return ""  # the loader reports it
     found = _sha256(path)

@@ -150,7 +150,7 @@ class Commands:
         self._node.spawn(self._bring_back(server), f"introducing {server} again")
 
     async def _bring_back(self, server: str) -> None:
-        """The clock hears it first: it knows which incarnations are over."""
+        """Tell the clock before the workers: it knows which incarnations are over."""
         with suppress(RemoteError):
             await self.meet(self.clock, server)
             await self.call(self.clock, "returned", name=server)

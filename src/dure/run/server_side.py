@@ -33,7 +33,7 @@ def shard_at(number: int) -> Address:
 
 @dataclass(frozen=True)
 class ServerSide:
-    """What `count` servers do for the method `sync` of `workers` workers; of runs and of loops of the user's alike."""
+    """The part of the method `sync` that `count` servers carry out for `workers`, in runs and in loops of the user."""
 
     sync: Any
     workers: int

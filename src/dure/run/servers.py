@@ -89,7 +89,7 @@ class HostedServer:
         return found
 
     async def settled(self) -> None:
-        """Once the clock and the coordinator have no update or work under way."""
+        """Wait until the clock and the coordinator have no update or work under way."""
         if self.clock is not None:
             await self.clock.settled()
         if self.coordinator is not None:

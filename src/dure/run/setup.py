@@ -274,7 +274,7 @@ class Setup:
 
     @cached_property
     def server_side(self) -> ServerSide:
-        """What the servers of this run do for the method."""
+        """The part of the method that the servers of this run carry out."""
         return ServerSide(self.sync, self.workers, self.topology.servers)
 
     @cached_property
@@ -308,7 +308,7 @@ class Setup:
 
     @cached_property
     def data(self) -> WorkerData:
-        """The mini-batches of the workers. The method's own sampling replaces an i.i.d. split that nobody asked for."""
+        """The mini-batches of the workers. The method's own sampling replaces an i.i.d. split that no option names."""
         config = self.config
         by_method = config.split is None and isinstance(self.job.split, IID)
         split = self.traits.sampling if by_method else None
@@ -322,7 +322,7 @@ class Setup:
 
     @cached_property
     def delivery(self) -> Delivery:
-        """How models and counts are read from workers."""
+        """The reader of models and counts from workers."""
         return Delivery(self.traits, self.period, self.batch_sizes, self.model)
 
     def boundary(self) -> Boundary:
@@ -363,7 +363,7 @@ class Setup:
 
     @property
     def origin(self) -> dict[str, Any]:
-        """What a checkpoint says of the run that wrote it, for `checkpoint.check_origin`."""
+        """The job, strategy and size that a checkpoint records of its run, for `checkpoint.check_origin`."""
         sizes = {"workers": self.workers, "parameters": self.replica.numel}
         return {"job": self.job.name, **self.strategy.text(), **sizes}
 

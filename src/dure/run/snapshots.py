@@ -168,7 +168,7 @@ class Snapshots:
         return self.evaluates and done >= self.due
 
     async def settled(self) -> None:
-        """Once all parts of means have been sent."""
+        """Wait until all parts of means have been sent."""
         for task in list(self._parts.values()):
             await task
 
@@ -237,7 +237,7 @@ class Snapshots:
     ) -> None:
         with suppress(RemoteError):
             held = await _counted(at_servers)
-            del self._parts[step]  # whatever is told of `at` from now on comes after the part
+            del self._parts[step]  # `at` now counts this step: the part is sent before any later report of `at`
             fields: dict[str, Any] = {"steps": step, "updates": own, "at_servers": held, "at": self.at}
             await self.node.call(DRIVER_ADDRESS, "part", values, *buffers, **fields)
         self._parts.pop(step, None)

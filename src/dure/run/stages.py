@@ -255,7 +255,7 @@ class StagedTopology(Topology):
             topology.check()
 
     def deploy(self) -> Deployment:
-        """The nodes of all parts under their names in the run. Without one of its workers a pipeline goes back."""
+        """The nodes of all parts under their names in the run. If a worker is lost, all roll back."""
         found: dict[str, NodeSpec] = {}
         for part, topology in enumerate(self._each):
             names = self._stages.names(part)
@@ -273,7 +273,7 @@ class StagedTopology(Topology):
 
     @property
     def server_lost(self) -> WhenLost:
-        """All stages of a pipeline are at the same mini-batch, so all go back together."""
+        """The consequence of a lost server: all stages are at the same mini-batch, so all go back together."""
         return WhenLost.ROLL_BACK
 
     def result(self, shards: Sequence[Any], models: Sequence[torch.Tensor]) -> torch.Tensor:

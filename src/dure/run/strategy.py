@@ -55,7 +55,7 @@ Partition = Whole | Pipeline | SharedLayers | Mesh
 
 AXES: Mapping[str, str] = {
     "sync": "when do replicas agree?",
-    "topology": "who talks to whom?",
+    "topology": "which nodes communicate?",
     "codec": "what goes on the wire?",
     "partition": "how is the model split?",
 }
@@ -200,7 +200,7 @@ class Strategy:
             )
 
     def _lack(self, offers: frozenset[str]) -> str:
-        """The lack of a topology with these offers for the method."""
+        """The reason why the method does not run over a topology with these `offers`."""
         traits = traits_of(self.sync)
         if traits.topologies and name_of("topology", self.topology) in catalogue("topology"):
             return f"it runs over {names(traits.topologies)}"

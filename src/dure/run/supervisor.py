@@ -43,8 +43,7 @@ AGAIN_SECONDS = 0.05
 
 
 GONE_SECONDS = 10.0
-"""Seconds after which a failed process whose exit nobody reports is gone: torchrun starts nothing again at other ranks.
-"""
+"""Seconds after which a failed process without a reported exit is gone: under torchrun, only rank 0 reports exits."""
 
 MOST_FIGURES = 100
 
@@ -118,7 +117,7 @@ class CompanionTracker:
             return
         self._in_vain[name] += 1
         if self._in_vain[name] > LIMIT:
-            raise DureError(f"{name} failed: {self._cause(name)}; it has failed so {self._in_vain[name]} times.")
+            raise DureError(f"{name} failed: {self._cause(name)}; it has failed {self._in_vain[name]} times in a row.")
 
     def figures(self) -> dict[str, Figures]:
         """The figures of each companion, those before failures included."""
@@ -130,7 +129,7 @@ class CompanionTracker:
         return {} if companions is None or not self._last else companions.row(self.figures(), seconds)
 
     def restore(self, figures: Mapping[str, Figures]) -> None:
-        """Go on from the figures of a checkpoint; a companion that it has the state of counts on itself."""
+        """Go on from the figures of a checkpoint; a companion whose state it has restores its own counts."""
         self._last = {name: dict(found) for name, found in figures.items() if self._is_spare(name)}
 
 

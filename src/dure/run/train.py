@@ -216,8 +216,9 @@ def _folder(setup: Setup) -> RunFolder | None:
         checkpoint.check_origin(newest, setup.origin)
         if setup.steps < newest.step:
             raise UsageError(
-                f"steps={setup.steps} is below step {newest.step}, where the last checkpoint of {config.resume} stands."
-                f" Give at least {newest.step}, or start another run with another --out."
+                f"the run would end after step {setup.steps}, and the last checkpoint of {config.resume} is of step "
+                f"{newest.step}. Give at least {newest.step} steps, and more epochs if they end the run earlier, or "
+                "start another run with another --out."
             )
         return RunFolder.resume(config.resume, rows=checkpoint.rows(newest))
     return None if config.out is None else RunFolder.create(config.out)

@@ -3,7 +3,7 @@
 A run is a chain of *segments*. A segment begins with roles started on declared state and ends when the work
 does, or at a scheduled checkpoint: every worker stops at its next step boundary, messages under way arrive,
 and the state of all is taken. The next segment starts from that state, whether it is still in memory or was
-read from the disk. So a run that was killed and resumed is, bit for bit, the run that was not.
+read from the disk. So a run that was killed and resumed has the result of an uninterrupted run, bit for bit.
 """
 
 from __future__ import annotations
@@ -286,7 +286,7 @@ class VirtualSegment:
 
     @cached_property
     def _callbacks(self) -> tuple[OnStep, OnWorker, OnWorker | None]:
-        """What each worker calls after a step, after one in vain, and at a step boundary: one each for all."""
+        """The functions that all workers call after a step, after a step in vain, and at a step boundary."""
         graded = self.whole.evaluator is not None and not self.setup.coordinated
         return self._on_step, self._on_made, self.history.at_boundary if graded else None
 
@@ -405,7 +405,9 @@ class VirtualSegment:
         while self._all_crashed() and kernel.next_external_event():
             kernel.run()
         if self._all_crashed():
-            raise DureError(f"all workers have crashed by {self.last_crash:g} virtual seconds, and nobody joins.")
+            raise DureError(
+                f"all workers have crashed by {self.last_crash:g} virtual seconds, and no later event lets one join."
+            )
         kernel.check_deadlock([role for rank, role in self.roles.items() if rank not in self.attendance.crashed])
         suspended = any(map(self.attendance.works, self.roles))
         self._count_nodes(kernel.now if suspended else self.last_end)
@@ -486,7 +488,7 @@ class VirtualSegment:
         return parts | self.companions.parts()
 
     def outcome(self) -> Outcome:
-        """How the run ended."""
+        """The outcome of the run."""
         setup, totals, attendance = self.setup, self.totals, self.attendance
         for server in self.servers:
             totals.count("per_shard", server.name, **setup.topology.counted(server.shard))

@@ -107,7 +107,7 @@ class VirtualCompanions:
         self._go_on_without(next(spec for spec in self._specs if str(spec.id) == name))
 
     def _go_on_without(self, spec: NodeSpec) -> None:
-        """Tell the others of a companion that has crashed for ever."""
+        """Tell the other companions that one has crashed and never joins again."""
         name, now = str(spec.id), self._runtime.kernel.now
         if name not in self._gone or spec.joins_after > now:
             return

@@ -75,7 +75,7 @@ class VirtualModel:
         return min(shard.gradients for shard in self.shards) if self.at_servers else 0
 
     def consensus(self) -> dict[str, float]:
-        """Of gossip: the distance of the workers' models from their mean, as the root of the mean of squares."""
+        """The root mean square distance of the workers' models from their mean, in gossip; empty without."""
         if self._setup.topology.graph is None:
             return {}
         models, parts = [model["params"] for model in self._models().values()], self._setup.parts

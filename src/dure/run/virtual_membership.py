@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Attendance:
-    """Ranks of a virtual run by what has become of them; a checkpoint holds all of it.
+    """Ranks of a virtual run by their state; a checkpoint holds all of it.
 
     `away` workers have been evicted and may come back. `deaths` has the reasons of quarantines. `refused` gradients of
     workers that have ended held NaN or infinity. `done` counts steps of all workers, also those made in vain; `passed`
@@ -76,8 +76,9 @@ class Attendance:
 
 @dataclass(frozen=True, slots=True)
 class ClusterEvents:
-    """Applies the events of `cluster`: `crash` and `join` are called for a rank, `is_there` is asked before the others.
-    `names` are the nodes that events name by number.
+    """Applies the events of `cluster`. `crash` and `join` apply theirs to a rank. `names` are the nodes by number.
+
+    All events but a join are left out for a node that takes no part: `is_there` says whether it does.
 
     The segment begins at `started` seconds; `resumed`, if earlier segments have seen the events until then.
     """

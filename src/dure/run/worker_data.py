@@ -63,7 +63,7 @@ class WorkerData:
 
 @dataclass(frozen=True)
 class Delivery:
-    """How a run reads models and counts from workers of a method with `traits` that meet every `period` steps."""
+    """Reads models and counts from workers of a method with `traits` that meet every `period` steps."""
 
     traits: Traits
     period: int
@@ -89,7 +89,7 @@ class Delivery:
 
     def gradients_in(self, worker: WorkerState) -> int:
         """The number of a worker's own gradients in the model that it delivers without a server."""
-        # A model kept apart from the worker's parameters is told of gradients now and then only.
+        # A model kept apart from the worker's parameters has the gradients up to the worker's last update only.
         apart = self.traits.delivers in worker.kept
         return (worker.given if apart else worker.clock - worker.joined_at) - worker.refusals.total
 

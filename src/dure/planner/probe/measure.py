@@ -191,12 +191,12 @@ class LinkBenchmark(RemoteService, checked=False):
     @remote()
     @carrying(lambda benchmark: (TensorSpec("uint8", SIZES[-1], at_most=True),))
     def _take(self, call: Call) -> Reply:
-        """Take bytes."""
+        """Receive bytes."""
         return Reply()
 
     @remote(size=COUNT)
     def _give(self, call: Call) -> Reply:
-        """So many bytes."""
+        """Send so many bytes."""
         return Reply(tensors=[self._buffer[: call.fields["size"]]])
 
     @remote(size=COUNT)

@@ -84,7 +84,7 @@ def probe(
     Raises `PeerLost` if a host fails or exits.
     """
     if workers < 1:
-        raise UsageError(f"workers counts machines and must be >= 1, got {workers}.")
+        raise UsageError(f"workers counts the workers of this machine and must be >= 1, got {workers}.")
     found = _measured(job, _named(codecs), key_file, min(workers, MOST_MEMBERS) if curves else 1)
     if found is None:
         return None

@@ -6,13 +6,12 @@
       `bsp`                   an all_reduce of a gradient that is sent during backward
 
 An all_reduce ends when the slowest worker has arrived and the engine is done. The slowest worker's delay beyond the
-mean follows from the spread of steps (`slowest`), and is not part of the cost of the all_reduce. Of the second run the
-steps that end in no all_reduce are compared with its cycles: the speed of a machine can change between two runs.
+mean follows from the spread of steps (`slowest`), and is not part of the cost of the all_reduce. The cycles of the
+second run are compared with its own steps without an all_reduce: the speed of a machine can change between two runs.
 
-A model that sleeps instead of computing, for measurements of the network alone.
-
-Forward sleeps a third of the seconds. Backward sleeps the rest, distributed over the layers by their size: the last
-layer's gradient is complete first, as in a real backward pass. Gradients are constant.
+`StandIn` is a model that sleeps instead of computing, for measurements of the network alone. Forward sleeps a third of
+the seconds. Backward sleeps the rest, distributed over the layers by their size: the last layer's gradient is complete
+first, as in a real backward pass. Gradients are constant.
 """
 
 from __future__ import annotations

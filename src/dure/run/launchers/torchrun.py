@@ -1,11 +1,11 @@
-"""A real run whose workers `torchrun` has started: every rank is one.
+"""A real run whose workers `torchrun` has started: every rank is a worker.
 
     rank 0                                                       rank r
       driver, and a fork server that forks
         worker 0, and the servers s with s modulo ranks = 0        worker r, in this process
-      notes in the store: "start worker r", "start server s" -->   a fork server that forks its servers
+      in the store: "start worker r", "start server s"   ----->   a fork server that forks its servers
         actors and replays, shared out like servers
-      note: the finished record ------------------------------->   the same record
+      in the store: the finished record ---------------------->   the same record
 
 The driver is the same as on one machine (`run.driver`); only the launcher differs. If a rank fails, torchrun ends all
 ranks. With `--max-restarts` torchrun starts all of them again, and the run resumes from its last checkpoint.
@@ -242,6 +242,7 @@ def start_others(setup: Setup, rendezvous: Rendezvous, stack: ExitStack, mine: M
 
 
 def _let_rank_0_speak(rendezvous: Rendezvous) -> None:
+    """Wait until rank 0 has reported the error of the run: the exit of this rank makes torchrun end rank 0 too."""
     with suppress(RemoteError, DureError):
         rendezvous.get("record", WORD_SECONDS)
 
