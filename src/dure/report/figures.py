@@ -218,7 +218,7 @@ def _strip(axes: Axes, wins: Sequence[Win], given: Mapping[str, Look], unit: flo
         axes.axvspan(start, end, 1.02, 1.1, color=given[win.strategy].color, alpha=0.25, linewidth=0, clip_on=False)
         if place:
             axes.axvline(start, color="#9AA5B1", linewidth=0.8, zorder=1)
-        letters = int(82 * math.log(end / start) / (high - low))
+        letters = int(82 * math.log(end / start) / (high - low))  # the plot is about 82 letters of size 8 wide
         name = win.strategy if len(win.strategy) <= letters else f"{win.strategy[: letters - 1]}\N{HORIZONTAL ELLIPSIS}"
         if letters > 4:
             middle = math.sqrt(start) * math.sqrt(end)

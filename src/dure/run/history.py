@@ -92,7 +92,7 @@ class SnapshotEvaluator:
         try:
             while True:
                 self._wake.acquire()  # released by `submit` and `_end`
-                if not self._waiting:
+                if not self._waiting:  # a newer snapshot has replaced that of this release, or the run ends
                     if self._closing:
                         return
                     continue

@@ -274,7 +274,7 @@ class WorkerProcess(RunProcess):
 
     async def live(self, where: tuple[str, int], parts: Parts) -> None:
         node, setup = self.node, self.setup
-        self.node.serve("process", self._control())
+        self.node.serve("process", self._control())  # before `register`: from then on the driver may call
         reply = await self.register(where)
         try:
             check_process_memory(setup, node.rank, memory_limit())
