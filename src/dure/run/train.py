@@ -216,7 +216,7 @@ def _folder(setup: Setup) -> RunFolder | None:
         checkpoint.check_origin(newest, setup.origin)
         if setup.steps < newest.step:
             raise UsageError(
-                f"the run would end after step {setup.steps}, and the last checkpoint of {config.resume} is of step "
+                f"the run would end at steps={setup.steps}, and the last checkpoint of {config.resume} is of step "
                 f"{newest.step}. Give at least {newest.step} steps, and more epochs if they end the run earlier, or "
                 "start another run with another --out."
             )
