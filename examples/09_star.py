@@ -58,7 +58,7 @@ class StarTopology(dure.Topology):
     needs_everybody = True
 
     def check(self):
-        if self.choice.hub >= self.plan.workers:
+        if not 0 <= self.choice.hub < self.plan.workers:
             raise dure.DureError(f"hub={self.choice.hub} is no rank of {self.plan.workers} workers. Use hub=0.")
 
     def group(self, node, meter):

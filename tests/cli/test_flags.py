@@ -5,10 +5,17 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 
 import pytest
+from support.wording import raising
 
 from dure.cli.commands import COMMANDS
 from dure.cli.flags import parse
+from dure.errors import UsageError
 from dure.run.config import OptionUse, TrainConfig
+
+
+def is_number(name: str) -> bool:
+    return re.search(r"Annotated\[(int|float),", str(TrainConfig.types()[name])) is not None
+
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "guide.md").read_text(encoding="utf-8")
 
@@ -48,3 +55,33 @@ def test_a_flag_with_the_value_of_the_default_overrides_a_file(tmp_path):
 def test_the_guide_lists_the_options_that_may_change():
     listed = re.search(r"\n[^\n]*`steps`, `epochs`[^.;]*may change", GUIDE)
     assert set(re.findall(r"`(\w+)`", listed.group(0))) == set(TrainConfig.used(OptionUse.CHANGES))
+
+
+@pytest.mark.parametrize("word", ["--trace=no", "--no-exact=false", "--timing_only=", "--json=1"])
+def test_a_switch_with_a_value_is_refused(word):
+    with raising(UsageError, word.partition("=")[0].replace("no-", "").replace("_", "-")):
+        parse(["train", "x", "--out", "r", word], {})
+
+
+def test_a_wrong_value_of_the_environment_is_named():
+    with raising(UsageError, "DURE_WORKERS", "many"):
+        parse(["train", "x"], {"DURE_WORKERS": "many"})
+
+
+@pytest.mark.parametrize("option", [name for name in TrainConfig.types() if is_number(name)])
+def test_true_is_no_number(option):
+    with pytest.raises(UsageError, match=f"{option} should be a valid number, got True."):
+        TrainConfig.of({option: True})
+
+
+def test_one_place_and_one_strategy_may_stand_alone_in_a_file(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("on: virtual\nstrategies: ssp\n")
+    given = parse(["compare", "x", "--config", str(file)], {})
+    assert (given.on, given.strategies) == (("virtual",), ("ssp",))
+
+
+@pytest.mark.parametrize("words", ["train x --within nan", "train x --within -1", "probe --workers 0"])
+def test_each_number_of_a_command_has_a_range(words):
+    with raising(UsageError, words.rpartition(" ")[2]):
+        parse(words.split(), {})

@@ -19,7 +19,7 @@ def broken(folder, text, beside=""):
     sys.modules.pop("neighbor_of_mine", None)
     with pytest.raises(UsageError) as caught:
         user_code.run(str(folder / "mine.py"))
-    assert "dure_file_mine" not in sys.modules
+    assert user_code.module_of(str(folder / "mine.py")) not in sys.modules
     return str(caught.value).removeprefix(f"{folder / 'mine.py'} cannot be loaded: ").replace(f"{folder}/", "")
 
 
@@ -86,3 +86,15 @@ def test_code_of_a_file_with_a_name_that_no_file_has_is_explained():
 def test_a_file_that_ends_the_process_is_refused(tmp_path):
     said = broken(tmp_path, "import sys\nsys.exit('enough')\n")
     assert said == "SystemExit: enough (mine.py, line 2)."
+
+
+def test_files_of_the_same_name_have_modules_of_their_own(tmp_path):
+    kinds = []
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine.py").write_text(f"class Mine:\n    name = {name!r}\n")
+        kinds.append(user_code.kind(str(tmp_path / name / "mine.py"), "Mine"))
+    assert [kind.name for kind in kinds] == ["one", "other"]
+    for kind, name in zip(kinds, ("one", "other"), strict=True):
+        assert user_code.text_of(kind) == f"{tmp_path}/{name}/mine.py:Mine"
+        assert user_code.kind(f"{tmp_path}/{name}/mine.py", "Mine") is kind

@@ -1,9 +1,12 @@
 """A strategy as text and as objects: what is read, what is written, and what is refused in which words."""
 
 import math
-from dataclasses import dataclass, fields
-from typing import ClassVar, Literal, get_origin
+from dataclasses import Field, dataclass, field, fields, make_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, ClassVar, Literal, get_origin
 
+import numpy as np
 import pytest
 from support.wording import raising
 
@@ -13,10 +16,22 @@ from dure.codec.floats import Float16
 from dure.core.catalogue import combines, load
 from dure.core.spec_text import MemberSpec, check_values, parameters, parse_members, parse_value, value_text
 from dure.errors import StrategyError, UsageError
-from dure.run.strategy import AXES, REMEDY, WRAPPER, Strategy, by_axis, catalogue, check_codec_name, make, member_text
+from dure.run.strategy import (
+    AXES,
+    REMEDY,
+    WRAPPER,
+    Strategy,
+    by_axis,
+    catalogue,
+    check_codec_name,
+    check_named,
+    make,
+    member_text,
+)
 from dure.sync.averaging import Averaging
 from dure.sync.bsp import BSP
 from dure.sync.downpour import Downpour
+from dure.sync.hogwild import HogBatch
 from dure.sync.ssp import SSP
 from dure.topology.base import topology_of
 from dure.topology.collective.choice import Collective
@@ -66,6 +81,88 @@ def test_values_of_an_object_are_checked_as_those_of_its_text(member, refusal):
     with pytest.raises(StrategyError) as refused:
         Strategy.of(member())
     assert str(refused.value) == refusal
+
+
+class Mode(Enum):
+    FAST = "fast"
+    SLOW = "slow"
+
+
+Mean: Any = Enum("Mean", {"MEAN": "mean"}, type=str)
+
+
+def own(kind: Any, default: Any = None, **values: Any) -> Any:
+    """An object of a method with one parameter `x` of the type `kind`."""
+    place = default if isinstance(default, Field) else field(default=default)
+    traits = {"traits": dure.Traits(needs=("group",))}
+    return make_dataclass("Own", [("x", kind, place)], namespace=traits, frozen=True)(**values)
+
+
+@pytest.mark.parametrize(
+    "member",
+    [
+        lambda: own(int, x=np.int64(3)),
+        lambda: own(float, x=np.float32(0.5)),
+        lambda: own(float, x=3),
+        lambda: own(bool, x=np.bool_(True)),
+        lambda: own(int, None),
+        lambda: own(tuple[int, ...], ()),
+        lambda: own(tuple[int, ...], x=()),
+        lambda: own(tuple[int, str], x=(1, "a")),
+        lambda: own(list[int], field(default_factory=lambda: [3])),
+        lambda: own(np.ndarray, x=np.ones(3)),
+        lambda: own(Mode, x=Mode.SLOW),
+        lambda: own(Path, x=Path("a b")),
+        lambda: own(Any, x=object()),
+        lambda: HogBatch(scale=Mean.MEAN),
+        lambda: SSP(bound=np.float64(math.inf)),
+    ],
+)
+def test_an_object_whose_values_have_their_types_is_taken(member):
+    assert str(Strategy.of(member()))
+
+
+@pytest.mark.parametrize(
+    ("member", "refusal"),
+    [
+        (lambda: own(int, x="3"), "x must be an integer, got '3'."),
+        (lambda: own(int, x=3.0), "x must be an integer, got 3.0."),
+        (lambda: own(int, x=True), "x must be an integer, got True."),
+        (lambda: own(int, x=10**5000), "an integer of at most 63 bits, got a whole number of more than 4,300 digits."),
+        (lambda: own(float, x=10**400), "x must be a number (inf is one), got 1000"),
+        (lambda: own(float, x="0.5"), "x must be a number (inf is one), got '0.5'."),
+        (lambda: own(str, x=3), "x must be a text, got 3."),
+        (lambda: own(Mode, x="slow"), "x must be fast or slow, got 'slow'."),
+        (lambda: own(int | None, x="none"), "x must be an integer, got 'none'."),
+        (lambda: own(tuple[int, ...], x=[1]), "x must be a tuple, got [1]."),
+        (lambda: own(tuple[str, ...], x=("a", 1)), "x must be a tuple of which each is a text, got ('a', 1)."),
+        (lambda: Downpour(overlap="true"), "overlap must be true or false, got 'true'."),
+        (lambda: Downpour(server="x" * 100_000), "characters left out"),
+    ],
+)
+def test_an_object_whose_values_have_other_types_is_refused_in_a_short_sentence(member, refusal):
+    with pytest.raises(StrategyError) as refused:
+        Strategy.of(member())
+    assert refusal in str(refused.value)
+    assert len(str(refused.value)) < 400
+
+
+def test_objects_that_join_are_checked_where_they_are_made():
+    for wrong in (
+        lambda: dure.Mesh("gpipe", "tensor"),
+        lambda: dure.Mesh(dure.GPipe(), None),
+        lambda: dure.ErrorFeedback("1bit"),
+        lambda: Momentum(Float16),
+    ):
+        with pytest.raises(ValueError, match="object"):
+            wrong()
+
+
+def test_a_strategy_is_made_of_objects_that_are_checked():
+    with raising(StrategyError, "sync='bsp'"):
+        Strategy("bsp", "ps")
+    with raising(StrategyError, "foo"):
+        Strategy(Downpour(server="foo"), ParameterServer())
 
 
 def test_each_choice_of_each_member_is_checked():
@@ -442,3 +539,93 @@ def test_values_come_back_from_their_text(value, annotation):
     back = parse_value(value_text(value), annotation)
     assert back == value
     assert type(back) is type(value)
+
+
+TYPED = """
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import dure
+
+if TYPE_CHECKING:
+    from dure import Worker
+    from fractions import Fraction
+
+class Mode(Enum):
+    FAST = "fast"
+    SLOW = "slow"
+
+class Method:
+    seen: Worker
+    traits = dure.Traits(needs=("group",), lockstep=True, delivers="mean")
+
+    async def work(self, worker: Worker) -> None:
+        while True:
+            worker.step(await worker.mean_gradient())
+
+@dataclass(frozen=True)
+class Typed(Method):
+    mode: Mode = Mode.FAST
+    file: Path = Path("x")
+    pair: tuple[int, str] = (1, "a")
+    sizes: tuple[int, ...] = field(default_factory=tuple)
+    more: list[int] = field(default_factory=list)
+
+@dataclass(frozen=True)
+class Unknown(Method):
+    share: Fraction = 1
+
+@dataclass(frozen=True)
+class Raising(Method):
+    period: int = 1
+
+    def __post_init__(self):
+        if self.period > 1:
+            raise KeyError("period")
+
+def made():
+    @dataclass(frozen=True)
+    class Inner(Method):
+        period: int = 1
+
+    return Inner
+
+Alias = made()
+"""
+
+
+def test_the_text_of_a_member_makes_values_of_its_types(tmp_path):
+    file = tmp_path / "typed.py"
+    file.write_text(TYPED)
+    text = f"{file}:Typed:mode=slow,file=/a,pair=2/b,sizes=3/4"
+    made_ = make(text, "sync")
+    assert (made_.mode.name, made_.file, made_.pair, made_.sizes) == ("SLOW", Path("/a"), (2, "b"), (3, 4))
+    assert make(member_text("sync", made_), "sync") == made_
+    assert make(f"{file}:Typed", "sync").sizes == ()
+    for wrong, word in (
+        (f"{file}:Typed:more=1/2", "more"),
+        (f"{file}:Typed:mode=medium", "medium"),
+        (f"{file}:Unknown", "Fraction"),
+        (f"{file}:Raising:period=2", "KeyError"),
+    ):
+        with raising(StrategyError, word):
+            make(wrong, "sync")
+
+
+def test_a_class_under_another_name_goes_by_the_name_that_loads_it(tmp_path):
+    file = tmp_path / "named.py"
+    file.write_text(TYPED)
+    strategy = Strategy.of(f"{file}:Alias:period=3")
+    assert strategy.text()["sync"] == f"{file}:Alias:period=3"
+    assert Strategy.parse(str(strategy)) == strategy
+
+
+def test_an_object_that_its_text_does_not_make_again_is_not_handed_to_processes():
+    for name, member in (("graph", dure.Gossip(graph="ring,degree=3")), ("servers", dure.Hybrid(servers=("a/b",)))):
+        with raising(UsageError, name):
+            check_named({"topology": member})
+    check_named({"sync": SSP(bound=np.float32(0.1)), "topology": dure.Hybrid(servers=("a", "b"))})

@@ -193,6 +193,23 @@ def test_a_crash_is_survived(strategy):
     assert run.summary["samples"] == 32 * 100
 
 
+@pytest.mark.parametrize(
+    ("strategy", "remedy", "mended"),
+    [
+        ("averaging collective", "take a method over servers, such as bsp with --topology ps", "bsp ps"),
+        ("bsp hybrid", "take a method over servers, such as bsp with --topology ps", "bsp ps"),
+        ("gpipe", "the partition, and take a method over servers, such as bsp with --topology ps", "bsp ps"),
+        ("averaging ps gpipe", "Leave the event out, or the partition.", "averaging ps"),
+    ],
+)
+def test_a_run_with_the_remedy_for_an_event_survives_it(strategy, remedy, mended):
+    cluster = machines(4, Event(at=0.035, kind="crash", worker=1))
+    with pytest.raises(UsageError, match="needs every worker all the time") as refused:
+        virtual("digits-mlp", strategy, cluster, steps=6)
+    assert remedy in str(refused.value)
+    assert virtual("digits-mlp", mended, cluster, steps=6).summary["failures_survived"] == 1
+
+
 @pytest.mark.parametrize("detection", [0.0, 0.3])
 def test_a_crash_is_noticed_when_the_cluster_file_says(detection):
     """The others wait for the dead worker's gradient of step 11 from 0.11 s on, until 0.105 s and `detection`."""

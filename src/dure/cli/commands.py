@@ -24,6 +24,7 @@ from dure.run.config import (
     Options,
     Positional,
     Repeated,
+    Seconds,
     TrainConfig,
     Workers,
 )
@@ -112,7 +113,7 @@ class Train(Layered, Emission, TrainConfig):
     example: ClassVar[str] = "dure train digits-mlp --sync ssp:bound=3 --on virtual --workers 8"
     layers: ClassVar[type[Options]] = TrainConfig
 
-    within: float = 30.0
+    within: Seconds = 30.0
     """Real seconds in which --strategy auto chooses a strategy, by a plan (`dure plan`)."""
     nodes: Count | None = None
     """With --emit: machines, with equal numbers of workers. If left out: those of a cluster file, else 1."""
@@ -263,7 +264,7 @@ class Probe(Printed):
 
     job: Positional[str] = ""
     """A job whose steps are timed; products of matrices if left out."""
-    workers: int = 4
+    workers: Workers = 4
     """Workers that share this machine, if it is the only one."""
     codec: Repeated[tuple[str, ...]] = ()
     """A codec whose cost is measured too, on the job's gradients; the flag may be repeated."""

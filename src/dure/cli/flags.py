@@ -22,6 +22,7 @@ from tyro.conf import arg
 
 from dure.cli.commands import COMMANDS, Command, Layered, Reproduce
 from dure.cli.reproduce import with_flags
+from dure.core.text import quoted
 from dure.errors import UsageError
 from dure.run.config import Checked, FlagName, Options, OptionUse
 
@@ -43,6 +44,7 @@ def parse(arguments: Sequence[str], environ: Mapping[str, str]) -> Command:
     name = arguments[0] if arguments else ""
     if name in COMMANDS:  # the parser of one command is made sooner than that of all
         kind = with_flags(Reproduce, arguments[1:]) if name == "reproduce" else COMMANDS[name]
+        _check_switches(kind, arguments[1:])
         found = tyro.cli(_texts_of(kind), prog=f"dure {name}", args=list(arguments[1:]), config=STYLE)
     else:  # help, completion or a mistake; only completion needs the options
         completes = any(word.startswith("--tyro") for word in arguments)
@@ -59,6 +61,18 @@ def parse(arguments: Sequence[str], environ: Mapping[str, str]) -> Command:
 
 
 # ---- words to texts
+
+
+def _check_switches(kind: type[Checked], arguments: Sequence[str]) -> None:
+    """Raise `UsageError` for a switch with a value: tyro would take that of --trace=no for the job."""
+    switches = {name.replace("_", "-") for name, of in kind.types().items() if _plain(of) is bool}
+    for word in arguments:
+        flag, equals, value = word.partition("=")
+        name = flag.removeprefix("--").removeprefix("no-").replace("_", "-")
+        if equals and flag.startswith("--") and name in switches:
+            raise UsageError(
+                f"--{name} is a switch and has no value, got {quoted(value)}. Write --{name}, or leave it out."
+            )
 
 
 def _named(kind: type[Checked]) -> type:
@@ -124,8 +138,15 @@ def _layers(kind: type[Options], path: str | None, environ: Mapping[str, str]) -
     for name, of in kind.types().items():
         text = environ.get(f"{PREFIX}{name.upper()}")
         if text and get_origin(_plain(of)) is not tuple:
-            values[name] = kind.checked(name, text)
+            values[name] = _checked(kind, name, text)
     return values
+
+
+def _checked(kind: type[Options], name: str, text: str) -> Any:
+    try:
+        return kind.checked(name, text)
+    except UsageError as error:
+        raise UsageError(f"{PREFIX}{name.upper()}: {error}") from error
 
 
 def _read(path: Path, kind: type[Options]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from dure.codec.base import Codec, Exchange, Vote
 from dure.codec.coder import Coder, FeedbackCoder, MomentumCoder, SliceLayout
 from dure.core.catalogue import parameter
 from dure.core.cost import CodecCost
+from dure.core.text import quoted
 
 JOINED = {"joined": True}
 """Metadata of the field that holds the wrapped codec, which stands before the `+` in a text."""
@@ -42,6 +43,7 @@ class ErrorFeedback(Codec):
     codec: Codec = field(metadata=JOINED)
 
     def __post_init__(self) -> None:
+        _require_object(self.codec, "ErrorFeedback")
         if self.codec.vote() is not None:
             raise ValueError("error feedback is for messages that are averaged, not for votes. Use sign:scaled=true.")
         _require_forgetful(self.codec, "error feedback", "ef")
@@ -73,6 +75,7 @@ class Momentum(Codec):
     beta: float = parameter(0.9, "weight of the past in the moving average", range=">= 0, < 1", symbol="β")
 
     def __post_init__(self) -> None:
+        _require_object(self.codec, "Momentum")
         if not 0 <= self.beta < 1:
             raise ValueError(f"beta must be at least 0 and below 1, got {self.beta}. Use 0.9.")
         _require_forgetful(self.codec, "momentum", "momentum")
@@ -86,6 +89,11 @@ class Momentum(Codec):
 
     def coder(self, layout: SliceLayout, seed: int = 0) -> MomentumCoder:
         return MomentumCoder(self.codec.coder(layout, seed), self.beta)
+
+
+def _require_object(codec: object, name: str) -> None:
+    if not isinstance(codec, Codec):
+        raise ValueError(f"{name} joins a codec as an object, as in {name}(Sign(scaled=True)), got {quoted(codec)}.")
 
 
 def _require_forgetful(codec: Codec, what: str, name: str) -> None:

@@ -7,9 +7,14 @@ from __future__ import annotations
 
 import re
 import types
-from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, fields
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import MISSING, Field, fields
 from difflib import get_close_matches
+from enum import Enum
+from inspect import get_annotations
+from numbers import Integral, Real
+from os import PathLike
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from dure.core.text import quoted
@@ -103,6 +108,12 @@ def typed(member: MemberSpec, kind: type) -> dict[str, Any]:
         if key not in known:
             shown = f"its parameters are {names(map(str, known.values()))}" if known else "it has none"
             raise StrategyError(f'{member.name} has no parameter "{key}"; {shown}.{nearest(key, known)}')
+        if not has_text(known[key].annotation):
+            kind_text = type_text(known[key].annotation)
+            raise StrategyError(
+                f"{member.name}: {key} is of the type {kind_text}, which no text gives. Annotate it as bool, int, "
+                "float, str, Path, an Enum, a Literal, a tuple of such, or one of these or None."
+            )
         try:
             values[known[key].field] = parse_value(text, known[key].annotation)
         except ValueError as error:
@@ -111,13 +122,80 @@ def typed(member: MemberSpec, kind: type) -> dict[str, Any]:
 
 
 def check_values(name: str, member: Any) -> None:
-    """Check the parameters of an object as its text is checked. Raises `StrategyError`."""
+    """Check that the parameters of an object have their types. Raises `StrategyError`.
+
+    A default may have another type, as in `period: int = None`. A parameter whose type has no text may have any value.
+    """
     for parameter in parameters(type(member)):
         value = getattr(member, parameter.field)
-        try:
-            parse_value(value_text(value), parameter.annotation)
-        except ValueError as error:
-            raise StrategyError(f"{name}: {parameter.name} must be {error}, got {value!r}.") from error
+        expected = _expected(value, parameter.annotation)
+        if expected and differs(value, parameter.default):
+            raise StrategyError(f"{name}: {parameter.name} must be {expected}, got {quoted(value)}.")
+
+
+def _expected(value: Any, annotation: Any) -> str:
+    """The annotated type in words if `value` is of another; else an empty text."""
+    origin, inner = get_origin(annotation), get_args(annotation)
+    if origin in (types.UnionType, Union):
+        expected = [_expected(value, member) for member in inner]
+        return "" if "" in expected else " or ".join(word for word in expected if word != "none")
+    if origin is Literal:
+        known = isinstance(value, str | int | None) and value in inner
+        return "" if known else " or ".join(map(value_text, inner))
+    if origin is tuple:
+        return _expected_items(value, inner)
+    if isinstance(annotation, type) and issubclass(annotation, Enum):
+        return "" if isinstance(value, annotation) else " or ".join(map(value_text, annotation))
+    if annotation is int and isinstance(value, Integral) and abs(int(value)) >= WIDEST:
+        return _NARROW
+    fits, words = _TYPES.get(annotation, (lambda value: True, ""))
+    return "" if fits(value) else words
+
+
+def _expected_items(value: Any, kinds: tuple[Any, ...]) -> str:
+    if not isinstance(value, tuple):
+        return "a tuple"
+    expected = (_expected(item, _kind_of_item(kinds, place)) for place, item in enumerate(value))
+    return next((f"a tuple of which each is {words}" for words in expected if words), "")
+
+
+def _kind_of_item(kinds: tuple[Any, ...], place: int) -> Any:
+    """The type at a place of `tuple[kinds]`."""
+    return kinds[0] if kinds[-1] is Ellipsis else kinds[min(place, len(kinds) - 1)]
+
+
+def _is_float(value: Any) -> bool:
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return False
+    try:
+        float(value)
+    except OverflowError:  # an integer that no float has
+        return False
+    return True
+
+
+_NARROW = "an integer of at most 63 bits"
+
+_TYPES: Mapping[Any, tuple[Callable[[Any], bool], str]] = {
+    types.NoneType: (lambda value: value is None, "none"),
+    bool: (
+        lambda value: not isinstance(value, str) and str(value) in ("True", "False"),
+        "true or false",
+    ),  # numpy's too
+    int: (lambda value: isinstance(value, Integral) and not isinstance(value, bool), "an integer"),
+    float: (_is_float, "a number (inf is one)"),
+    str: (lambda value: isinstance(value, str), "a text"),
+    Path: (lambda value: isinstance(value, str | PathLike), "a path"),
+}
+"""Whether a value of an object has a type, and the type in words."""
+
+
+def differs(value: Any, default: Any) -> bool:
+    """Whether a value differs from the default of its parameter. Values without an order, as tensors, differ."""
+    try:
+        return value is not default and not bool(value == default)
+    except Exception:  # noqa: BLE001  (of a user's class)
+        return True
 
 
 def parameters(kind: type) -> tuple[Parameter, ...]:
@@ -126,7 +204,7 @@ def parameters(kind: type) -> tuple[Parameter, ...]:
     A field that is named like a Python keyword ends in `_`, the name of its parameter does not. The field of a wrapper
     for the wrapped member has `joined` in its metadata and is no parameter.
     """
-    hints = get_type_hints(kind)
+    hints = _hints(kind)
     own = [each for each in fields(kind) if each.init and "joined" not in each.metadata]
     described = ("shown", "meaning", "range", "unit", "symbol")
     return tuple(
@@ -134,11 +212,46 @@ def parameters(kind: type) -> tuple[Parameter, ...]:
             each.name.rstrip("_"),
             each.name,
             hints[each.name],
-            each.default,
+            each.default if each.default_factory is MISSING else each.default_factory(),
             **{key: each.metadata[key] for key in described if key in each.metadata},
         )
         for each in own
     )
+
+
+def _hints(kind: type) -> Mapping[str, Any]:
+    """The types of the fields of a dataclass. Its other annotations may have names that only a type checker knows."""
+    try:
+        return get_type_hints(kind)
+    except (NameError, AttributeError, SyntaxError, TypeError):
+        return {each.name: _hint(kind, each) for each in fields(kind)}
+
+
+def _hint(kind: type, field: Field[Any]) -> Any:
+    owner = next(base for base in kind.__mro__ if field.name in get_annotations(base))
+    alone = type(owner.__name__, (), {"__annotations__": {field.name: field.type}, "__module__": owner.__module__})
+    try:
+        return get_type_hints(alone)[field.name]
+    except (NameError, AttributeError, SyntaxError, TypeError) as error:
+        raise StrategyError(
+            f"{kind.__name__}: the type of {field.name} is {quoted(field.type)}, which cannot be read ({error}). "
+            "Define or import it where the class is defined, and not for type checkers alone."
+        ) from error
+
+
+def has_text(annotation: Any) -> bool:
+    """Whether `parse_value` makes values of the annotated type.
+
+    >>> has_text(int | None), has_text(tuple[str, ...]), has_text(list[int])
+    (True, True, False)
+    """
+    origin, inner = get_origin(annotation), get_args(annotation)
+    if origin in (types.UnionType, Union):
+        return any(has_text(member) for member in inner if member is not types.NoneType)
+    if origin is tuple:
+        return all(has_text(each) for each in inner if each is not Ellipsis)
+    known = origin is Literal or annotation in (*_TYPES, Any, object)
+    return known or (isinstance(annotation, type) and issubclass(annotation, Enum))
 
 
 def parse_value(text: str, annotation: Any) -> Any:
@@ -153,16 +266,21 @@ def parse_value(text: str, annotation: Any) -> Any:
     if origin is Literal:
         return _choose(text, {value_text(choice): choice for choice in get_args(annotation)})
     if origin is tuple:
-        return tuple(parse_value(item, get_args(annotation)[0]) for item in text.split("/"))
+        kinds = get_args(annotation)
+        return tuple(parse_value(item, _kind_of_item(kinds, place)) for place, item in enumerate(text.split("/")))
+    if isinstance(annotation, type) and issubclass(annotation, Enum):
+        return _choose(text, {value_text(choice): choice for choice in annotation})
+    if annotation is Path:
+        return Path(text)
     if annotation is bool:
         return _choose(text.lower(), {"true": True, "false": False})
     if annotation in (int, float):
         try:
             value = annotation(text)
         except ValueError as error:
-            raise ValueError("an integer" if annotation is int else "a number (inf is one)") from error
+            raise ValueError(_TYPES[annotation][1]) from error
         if annotation is int and abs(value) >= WIDEST:
-            raise ValueError("an integer of at most 63 bits")
+            raise ValueError(_NARROW)
         return value
     return text
 
@@ -192,6 +310,8 @@ def value_text(value: Any) -> str:
     >>> value_text(3.0), value_text(True), value_text(0.1)
     ('3', 'true', '0.1')
     """
+    if isinstance(value, Enum):
+        return value_text(value.value)
     if isinstance(value, bool) or value is None:
         return str(value).lower()
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:

@@ -59,7 +59,10 @@ def quoted(value: object) -> str:
     """
     if isinstance(value, int) and value.bit_length() > 14_000:
         return "a whole number of more than 4,300 digits"  # Python refuses to write it
-    return shortened(repr(value), LONGEST_VALUE)
+    try:
+        return shortened(repr(value), LONGEST_VALUE)
+    except Exception:  # noqa: BLE001  (of a user's class)
+        return f"an object of the type {type(value).__name__}"
 
 
 def sentence(text: str) -> str:

@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
+from itertools import chain, count
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -26,6 +27,9 @@ T = TypeVar("T")
 
 _FILES: dict[str, str] = {}
 """The file, as the user wrote it, of each module that was loaded from a file."""
+
+_TEXTS: dict[type, str] = {}
+"""The text FILE.py:NAME by which a class was loaded; its own name and module may be others."""
 
 _OURS = Path(__file__).parents[1]  # the package
 _STANDARD = Path(sysconfig.get_path("stdlib"))
@@ -79,7 +83,7 @@ def run(file: str) -> ModuleType:
     path = Path(file)
     if not is_regular(path):
         raise UsageError(f"there is no file {file} (looked from {Path.cwd()}). Write FILE.py:NAME.")
-    name = f"dure_file_{path.stem}"
+    name = module_of(file)
     spec = importlib.util.spec_from_file_location(name, path.resolve())
     if spec is None or spec.loader is None:
         raise UsageError(f"{file} cannot be imported as Python. Write FILE.py:NAME.")
@@ -118,21 +122,27 @@ def beside(file: str, function: Callable[..., T]) -> Callable[..., T]:
     return called
 
 
+def module_of(file: str) -> str:
+    """The name of the module of `file`. Files of the same name in several folders have modules of their own."""
+    stem = f"dure_file_{Path(file).stem}"
+    names = chain([stem], (f"{stem}_{number}" for number in count(2)))
+    return next(name for name in names if _FILES.get(name, file) == file)
+
+
 def kind(file: str, name: str) -> type:
     """The class `name` in `file`, which is run once. Raises `UsageError`."""
-    module = sys.modules.get(f"dure_file_{Path(file).stem}")
-    if module is None or _FILES[module.__name__] != file:
-        module = run(file)
-    found = getattr(module, name, None)
+    found = getattr(sys.modules.get(module_of(file)) or run(file), name, None)
     if not isinstance(found, type):
         raise UsageError(f"{file} has no class {name!r}. Write FILE.py:CLASS.")
+    _TEXTS[found] = f"{file}:{name}"
     return found
 
 
 def text_of(kind: type) -> str | None:
     """The text FILE.py:NAME of a class from a user's file; None for any other class."""
     file = _FILES.get(kind.__module__)
-    return None if file is None else f"{file}:{kind.__qualname__}"
+    own = None if file is None or "." in kind.__qualname__ else f"{file}:{kind.__qualname__}"
+    return _TEXTS.get(kind, own)
 
 
 # ---- exceptions of users' code

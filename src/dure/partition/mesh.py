@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dure.core.text import quoted
 from dure.partition.methods.gpipe import GPipe
 from dure.partition.pipeline import Pipeline
 from dure.partition.shared_layers import SharedLayers
@@ -22,6 +23,11 @@ class Mesh:
 
     pipeline: Pipeline
     shared: SharedLayers
+
+    def __post_init__(self) -> None:
+        for name, kind, example in (("pipeline", Pipeline, "GPipe()"), ("shared", SharedLayers, "TensorParallel()")):
+            if not isinstance(getattr(self, name), kind):
+                raise ValueError(f"{name} must be an object such as {example}, got {quoted(getattr(self, name))}.")
 
 
 def pipeline_of(partition: object) -> Pipeline | None:

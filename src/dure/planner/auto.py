@@ -22,6 +22,7 @@ from dure.planner.timing import config_of
 from dure.run import train as runs
 from dure.run.config import TrainConfig
 from dure.run.places import is_started_outside
+from dure.run.prebuilt import named, placed
 from dure.run.strategy import AXES
 
 if TYPE_CHECKING:
@@ -51,9 +52,9 @@ def train(job: str | Job, *, sync: Any = None, on: str | Cluster = "", within: f
     """
     if AUTO not in (sync, options.get("strategy")):
         return runs.train(job, sync=sync, on=on, **options)
-    place, cluster = (on, None) if isinstance(on, str) else ("virtual", on)
-    asked = TrainConfig.of({**options, "sync": sync, "on": place, "job": job if isinstance(job, str) else job.name})
-    config, said = decided(asked, within, job=None if isinstance(job, str) else job, cluster=cluster)
+    (place, cluster), (name, given) = placed(on), named(job)
+    asked = TrainConfig.of({**options, "sync": sync, "on": place, "job": name})
+    config, said = decided(asked, within, job=given, cluster=cluster)
     log.warning("%s", said)
     chosen = {"strategy": config.strategy, "batch_size": config.batch_size}
     return runs.train(job, on=on, **{**options, **chosen})

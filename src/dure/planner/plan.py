@@ -32,6 +32,7 @@ from dure.planner.ranking import Ranked, in_order
 from dure.planner.search import Deadline, Found, search
 from dure.planner.sweeps import sweeps
 from dure.planner.timing import timed
+from dure.run.prebuilt import named, placed
 from dure.run.strategy import by_axis
 from dure.runtime.virtual.cluster import Cluster
 
@@ -61,9 +62,14 @@ def plan(job: str | Job, *, on: str | Cluster = "", **options: Any) -> Ranking:
     Raises:
         UsageError: an option is wrong, or no strategy fits; the message has the smallest change with which one fits.
     """
-    name, given = (job, None) if isinstance(job, str) else (job.name or "job", job)
-    place, cluster = (on, None) if isinstance(on, str) else ("", on)
-    return planned(PlanOptions(job=name, on=place, **options), given, cluster)
+    (place, cluster), (name, given) = placed(on), named(job)
+    return planned(
+        PlanOptions.of(
+            {**options, "job": name if given is None else name or "job", "on": place if cluster is None else ""}
+        ),
+        given,
+        cluster,
+    )
 
 
 def planned(

@@ -46,17 +46,15 @@ def compare(
     The strategies of `config.FEW` if none is given, here or as the option of that name. `options` are those of
     `config.CompareConfig`. Raises what `train` does, but for `DivergedError`: the report says which run diverged.
     """
-    named = options.pop("strategies", ())
-    if strategies and named:
-        raise UsageError(f"strategies are given by place, {strategies}, and by name, {named}: give them once.")
-    strategies = strategies or ((named,) if isinstance(named, str) else tuple(named))
-    from dure.run.prebuilt import Prebuilt
+    by_name = options.get("strategies", ())
+    if strategies and by_name:
+        raise UsageError(f"strategies are given by place, {strategies}, and by name, {by_name}: give them once.")
+    from dure.run.prebuilt import Prebuilt, named, placed
 
-    given, name = (None, job) if isinstance(job, str) else (job, job.name)
-    if isinstance(on, str):
-        on = (on,)
-    cluster, places = (None, tuple(on)) if isinstance(on, Sequence) else (on, ("virtual",))
-    config = CompareConfig.of({**options, "job": name, "strategies": strategies, "on": places})
+    (place, cluster), (name, given) = placed(on), named(job)
+    if isinstance(place, list | tuple):
+        place = [placed(each)[0] for each in place]
+    config = CompareConfig.of({**options, "job": name, "strategies": strategies or by_name, "on": place})
     return run_all(config, Prebuilt(given, cluster))
 
 

@@ -20,7 +20,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar, get_type_hints
 
-from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, ValidationError
+from pydantic_core import PydanticCustomError
 
 from dure.core.deployment import check_workers
 from dure.core.regular_file import is_regular
@@ -57,13 +58,26 @@ Positional = Annotated[T, OptionUse.POSITIONAL]
 Repeated = Annotated[T, OptionUse.REPEATED]
 Changes = Annotated[T, OptionUse.CHANGES]
 
-Count = Annotated[int, Field(ge=1, lt=WIDEST)]
+
+def _no_switch(value: Any) -> Any:
+    """Refuse true and false, which pydantic takes for 1 and 0."""
+    if isinstance(value, bool):
+        raise PydanticCustomError("number_type", "Input should be a valid number")
+    return value
+
+
+Integer = Annotated[int, BeforeValidator(_no_switch)]
+Number = Annotated[float, BeforeValidator(_no_switch)]
+
+Count = Annotated[Integer, Field(ge=1, lt=WIDEST)]
 Workers = Annotated[Count, AfterValidator(check_workers)]
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Finite = Annotated[float, Field(allow_inf_nan=False)]
-Accuracy = Annotated[float, Field(gt=0, le=1)]
-Seed = Annotated[int, Field(ge=0, lt=WIDEST)]
+Seconds = Annotated[Number, Field(gt=0, allow_inf_nan=False)]
+NonNegative = Annotated[Number, Field(ge=0, allow_inf_nan=False)]
+Finite = Annotated[Number, Field(allow_inf_nan=False)]
+Accuracy = Annotated[Number, Field(gt=0, le=1)]
+Seed = Annotated[Integer, Field(ge=0, lt=WIDEST)]
+Texts = Annotated[tuple[str, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)]
+"""Several texts; one may stand alone."""
 
 PLACES = (*LAUNCHERS, "virtual")
 
@@ -359,10 +373,10 @@ class ComparedTarget(Checked):
 class CompareConfig(ComparedTarget, Options):
     """One job under several strategies, in one or more places."""
 
-    strategies: Annotated[Repeated[tuple[str, ...]], FlagName("strategy")] = ()
+    strategies: Annotated[Repeated[Texts], FlagName("strategy")] = ()
     """A whole strategy in one text, as in "ssp:bound=3 ps:shards=2". Repeat it. If left out: bsp, averaging:period=8,
     ssp:bound=3 and downpour."""
-    on: Repeated[tuple[str, ...]] = ()
+    on: Repeated[Texts] = ()
     """local, virtual, or a cluster file. Repeat it to compare places. local if left out."""
     report: Path | None = None
     """File of the report. If left out: report.html, or the first of report-2.html, report-3.html, ... that is free."""

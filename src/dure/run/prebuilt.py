@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from os import PathLike
 from typing import TYPE_CHECKING, Any
 
+from dure.core.text import quoted
+from dure.errors import UsageError
 from dure.job.initial_model import InitialModel
 from dure.job.job import Job
 from dure.partition.profile import BlockTimes
@@ -36,6 +39,24 @@ class Prebuilt:
     told: bool = False
     model: InitialModel | None = None
     times: BlockTimes | None = None
+
+
+def named(job: Any) -> tuple[str, Job | None]:
+    """The name of a job, and the object if it is given as one. Raises `UsageError` for what is neither."""
+    if isinstance(job, str):
+        return job, None
+    if isinstance(job, Job):
+        return job.name, job
+    raise UsageError(
+        f'a job is a name such as "digits-mlp", "FILE.py:FUNCTION", or a dure.Job, and {quoted(job)} is none of these.'
+    )
+
+
+def placed(on: Any) -> tuple[Any, Cluster | None]:
+    """The place of a run as text, and the cluster if it is given as an object. A path is a text too."""
+    if isinstance(on, Cluster):
+        return "virtual", on
+    return (str(on) if isinstance(on, PathLike) else on), None
 
 
 Row = dict[str, Any]

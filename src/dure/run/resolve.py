@@ -274,7 +274,11 @@ def _check_pipeline(setup: Setup, pipeline: Pipeline) -> None:
 def _check_events(setup: Setup, cluster: Cluster) -> None:
     """Raise `UsageError` if a worker crashes or joins in a run that needs every worker all the time."""
     remedy = "Leave the event out, or take a method over servers, such as bsp with --topology ps."
-    if setup.stages is not None:
+    if setup.stages is not None and setup.topology.needs_everybody:
+        remedy = (
+            "Leave the event out, or the partition, and take a method over servers, such as bsp with --topology ps."
+        )
+    elif setup.stages is not None:
         remedy = "Leave the event out, or the partition."
     elif not setup.topology.needs_everybody:
         return

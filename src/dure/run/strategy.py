@@ -30,6 +30,7 @@ from dure.core.spec_text import (
     REQUIRED,
     MemberSpec,
     check_values,
+    differs,
     names,
     nearest,
     parameters,
@@ -37,6 +38,7 @@ from dure.core.spec_text import (
     typed,
     value_text,
 )
+from dure.core.text import LONGEST_VALUE, quoted, shortened
 from dure.errors import StrategyError, UsageError
 from dure.partition.mesh import Mesh, pipeline_of
 from dure.partition.pipeline import Pipeline
@@ -108,6 +110,14 @@ class Strategy:
     partition: Partition = field(default_factory=Whole)
 
     def __post_init__(self) -> None:
+        for axis in AXES:
+            choice = getattr(self, axis)
+            if choice is None or isinstance(choice, str):
+                raise StrategyError(
+                    f"{axis}={choice!r} is no object, and Strategy(...) takes objects. For texts write "
+                    f"Strategy.of({axis}=...), or Strategy.parse(...) for a whole strategy."
+                )
+            checked(axis, choice)
         if name_of("topology", self.topology) not in catalogue("topology"):
             from dure.topology.base import check_own  # imports torch, which members of the catalogue do not need here
 
@@ -308,7 +318,7 @@ def checked(axis: str, choice: Any) -> Any:
     kind = type(parts(choice)[0])
     found, name = axis_of(kind), kind.__name__
     if found is None or not is_dataclass(kind):
-        raise StrategyError(f"{axis}={choice!r} is no {axis}. {MEMBERS[axis]}")
+        raise StrategyError(f"{axis}={quoted(choice)} is no {axis}. {MEMBERS[axis]}")
     if found != axis:
         raise StrategyError(f"{axis}={name}(...) is a {found}, not a {axis}: write {found}={name}(...).")
     for member in _members(choice):
@@ -332,7 +342,7 @@ def _own_member(name: str, file: str, member: str) -> tuple[str, str]:
         raise StrategyError(f"{name} has no `{lacks[0]}`: define it, as in docs/add-a-member.md.")
     if not is_dataclass(kind):
         raise StrategyError(f"{name} is no dataclass: write @dataclass(frozen=True) above the class.")
-    return axis, place_of(kind)
+    return axis, f"{user_code.module_of(file)}:{member}"
 
 
 def _elsewhere(name: str, axis: str, wanted: str) -> str:
@@ -407,10 +417,11 @@ def _make(call: MemberSpec, axis: str | None, **joined: Any) -> Any:
     missing = [p.name for p in parameters(kind) if p.default is REQUIRED and p.field not in given]
     if missing:
         raise StrategyError(f"{name} needs {names(missing)}: write {name}:{missing[0]}=VALUE.")
-    try:
-        return kind(**given, **joined)
-    except ValueError as error:
-        raise StrategyError(f"{name}: {error}") from error
+    with user_code.explain_user_errors(f"{name} raised", StrategyError, only=True):
+        try:
+            return kind(**given, **joined)
+        except ValueError as error:
+            raise StrategyError(f"{name}: {error}") from error
 
 
 def name_of(axis: str, member: Any) -> str:
@@ -443,6 +454,27 @@ def check_named(objects: Mapping[str, Any]) -> None:
                     f"{axis}={name}(...) is an object of your own, which cannot be handed to other processes. Put its "
                     f'class into a file and name it ({axis}="FILE.py:{name}"), or run in virtual time (on="virtual").'
                 )
+        text = member_text(axis, choice)
+        if not _is_made_by(text, axis, choice):
+            raise UsageError(
+                f"{axis}={quoted(choice)} cannot be handed to other processes: they make it from its text, "
+                f'"{shortened(text, LONGEST_VALUE)}", which gives another object. Give values that a text has, or run '
+                'in virtual time (on="virtual").'
+            )
+
+
+def _is_made_by(text: str, axis: str, choice: Any) -> bool:
+    """Whether `text` makes an object with the parameters of `choice`."""
+    try:
+        again = make(text, axis) if len(text.split()) == 1 else None
+    except StrategyError:
+        return False
+    both = [[_values(each) for each in _members(member)] for member in (choice, again)] if again else [True, False]
+    return not differs(*both)
+
+
+def _values(member: Any) -> list[Any]:
+    return [getattr(member, parameter.field) for parameter in parameters(type(member))]
 
 
 def _members(choice: Any) -> list[Any]:
@@ -497,7 +529,7 @@ def _call_text(axis: str, member: Any) -> str:
     shown = []
     for position, parameter in enumerate(parameters(type(member))):
         value = getattr(member, parameter.field)
-        if (position == 0 and parameter.shown) or value != parameter.default:
+        if (position == 0 and parameter.shown) or differs(value, parameter.default):
             shown.append(f"{parameter.name}={value_text(value)}")
     name = name_of(axis, member)
     return f"{name}:{','.join(shown)}" if shown else name

@@ -27,7 +27,7 @@ from dure.run.config import TrainConfig
 from dure.run.devices import notice
 from dure.run.outcome import Outcome, check_applied, summary
 from dure.run.places import LAUNCHERS, is_real, is_started_outside
-from dure.run.prebuilt import Callbacks, Prebuilt
+from dure.run.prebuilt import Callbacks, Prebuilt, named, placed
 from dure.run.resolve import ENDLESS, resolve
 from dure.run.resume import CLUSTER, cluster_of, fingerprints, is_split_otherwise, resumed, split_again
 from dure.run.setup import Setup
@@ -47,13 +47,15 @@ TENSORBOARD = "tensorboard"
 
 def train(job: str | Job, *, sync: Any = None, on: str | Cluster = "", **options: Any) -> Run:
     """Train `job` under a strategy; return its record. Arguments and errors are those of `dure.train`."""
-    options |= {"sync": sync, "on": on if isinstance(on, str) else "virtual"}
+    name, given = named(job)
+    place, cluster = placed(on)
+    options |= {"sync": sync, "on": place}
     objects = {axis: options[axis] for axis in AXES if not isinstance(options.get(axis), str | None)}
     options |= {axis: member_text(axis, checked(axis, choice)) for axis, choice in objects.items()}
-    config = TrainConfig.of({**options, "job": job if isinstance(job, str) else job.name})
+    config = TrainConfig.of({**options, "job": name})
     if is_real(config.on):
         check_named(objects)
-    prebuilt = Prebuilt(None if isinstance(job, str) else job, on if isinstance(on, Cluster) else None)
+    prebuilt = Prebuilt(given, cluster)
     if not objects:
         return run(config, prebuilt)
     if config.resume is None:
