@@ -68,7 +68,7 @@ def test_a_wrong_value_of_the_environment_is_named():
         parse(["train", "x"], {"DURE_WORKERS": "many"})
 
 
-@pytest.mark.parametrize("option", [name for name in TrainConfig.types() if is_number(name)])
+@pytest.mark.parametrize("option", [name for name in TrainConfig.types() if is_number(name) and name != "batch_sizes"])
 def test_true_is_no_number(option):
     with pytest.raises(UsageError, match=f"{option} should be a valid number, got True."):
         TrainConfig.of({option: True})
@@ -85,3 +85,9 @@ def test_one_place_and_one_strategy_may_stand_alone_in_a_file(tmp_path):
 def test_each_number_of_a_command_has_a_range(words):
     with raising(UsageError, words.rpartition(" ")[2]):
         parse(words.split(), {})
+
+
+@pytest.mark.parametrize("option", ["lr", "epochs", "seconds", "grace", "frozen_after"])
+def test_a_number_that_no_run_can_use_is_refused(option):
+    with raising(UsageError, option, "1e+308"):
+        TrainConfig.of({option: 1e308})

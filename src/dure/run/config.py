@@ -66,13 +66,23 @@ def _no_switch(value: Any) -> Any:
     return value
 
 
+def _within_float32(value: float) -> float:
+    """Refuse numbers with which no run can compute."""
+    if value > LARGEST:
+        raise PydanticCustomError("less_than_number", "Input should be less than 3.4e+38")
+    return value
+
+
+LARGEST = 3.4e38
+"""A little less than the largest number of float32."""
+
 Integer = Annotated[int, BeforeValidator(_no_switch)]
 Number = Annotated[float, BeforeValidator(_no_switch)]
 
 Count = Annotated[Integer, Field(ge=1, lt=WIDEST)]
 Workers = Annotated[Count, AfterValidator(check_workers)]
-Seconds = Annotated[Number, Field(gt=0, allow_inf_nan=False)]
-NonNegative = Annotated[Number, Field(ge=0, allow_inf_nan=False)]
+Seconds = Annotated[Number, Field(gt=0, allow_inf_nan=False), AfterValidator(_within_float32)]
+NonNegative = Annotated[Number, Field(ge=0, allow_inf_nan=False), AfterValidator(_within_float32)]
 Finite = Annotated[Number, Field(allow_inf_nan=False)]
 Accuracy = Annotated[Number, Field(gt=0, le=1)]
 Seed = Annotated[Integer, Field(ge=0, lt=WIDEST)]
