@@ -194,7 +194,7 @@ def differs(value: Any, default: Any) -> bool:
     """Whether a value differs from the default of its parameter. Values without an order, as tensors, differ."""
     try:
         return value is not default and not bool(value == default)
-    except Exception:  # noqa: BLE001  (of a user's class)
+    except (AttributeError, RuntimeError, TypeError, ValueError):  # of a user's class
         return True
 
 

@@ -61,7 +61,7 @@ def quoted(value: object) -> str:
         return "a whole number of more than 4,300 digits"  # Python refuses to write it
     try:
         return shortened(repr(value), LONGEST_VALUE)
-    except Exception:  # noqa: BLE001  (of a user's class)
+    except (AttributeError, RuntimeError, TypeError, ValueError):  # of a user's class
         return f"an object of the type {type(value).__name__}"
 
 
