@@ -91,3 +91,9 @@ def test_each_number_of_a_command_has_a_range(words):
 def test_a_number_that_no_run_can_use_is_refused(option):
     with raising(UsageError, option, "1e+308"):
         TrainConfig.of({option: 1e308})
+
+
+@pytest.mark.parametrize("name", ["checkpoint_every", "trace", "tensorboard"])
+def test_an_option_that_writes_files_needs_a_folder(name):
+    with raising(UsageError, f"{name} writes files", "Give out as well"):
+        TrainConfig(job="digits-mlp", **{name: 1 if name == "checkpoint_every" else True})
