@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, Field, fields
 from difflib import get_close_matches
 from enum import Enum
+from functools import cache
 from inspect import get_annotations
 from numbers import Integral, Real
 from os import PathLike
@@ -219,7 +220,8 @@ def parameters(kind: type) -> tuple[Parameter, ...]:
     )
 
 
-def _hints(kind: type) -> Mapping[str, Any]:
+@cache
+def _hints(kind: Any) -> Mapping[str, Any]:
     """The types of the fields of a dataclass. Its other annotations may have names that only a type checker knows."""
     try:
         return get_type_hints(kind)
