@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -56,11 +57,16 @@ class Still(nn.Module):
         return inputs @ self.place
 
 
+@dataclass(frozen=True)
 class From:
     """A method whose workers begin at the rows of `starts`."""
 
-    def __init__(self, method: Any, starts: torch.Tensor) -> None:
-        self.method, self.starts = method, starts
+    method: Any
+    starts: Any
+
+    @property
+    def traits(self) -> Any:
+        return self.method.traits
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.method, name)

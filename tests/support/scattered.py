@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,12 +15,16 @@ from dure.run.virtual import VirtualRun, VirtualSegment
 from dure.runtime.virtual.cluster import Cluster
 
 
+@dataclass(frozen=True)
 class Scattered:
     """A method whose workers begin at `starts`; in all else it is `method`."""
 
-    def __init__(self, method: Any, starts: Sequence[float]) -> None:
-        self.method = method
-        self.starts = starts
+    method: Any
+    starts: Any
+
+    @property
+    def traits(self) -> Any:
+        return self.method.traits
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.method, name)

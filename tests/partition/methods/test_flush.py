@@ -161,5 +161,3 @@ def test_parameters_that_mean_nothing_are_refused():
         dure.Interleaved(stages=4, micro=9)
     with raising(ValueError, "chunks=0"):
         dure.Interleaved(chunks=0)
-    with raising(ValueError, "h3"):
-        dure.ZeroBubble(schedule="h3")
