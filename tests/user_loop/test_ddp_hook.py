@@ -207,7 +207,7 @@ def check_restart(found):
     assert not found["fresh"]
     assert found["at once"]
     codec_error, size_error, bucket_error = found["errors"]
-    assert "codec=fp32, and the hook codec=" in codec_error
+    assert "codec=fp32, and this hook has codec=" in codec_error
     assert "world_size=2, and the hook world_size=3" in size_error
     assert "bucket 0 of DistributedDataParallel had its parameters end at [1, 2]" in bucket_error
 
