@@ -208,7 +208,7 @@ def check_restart(found):
     assert found["at once"]
     codec_error, size_error, bucket_error = found["errors"]
     assert "codec=fp32, and this hook has codec=" in codec_error
-    assert "world_size=2, and the hook world_size=3" in size_error
+    assert "world_size=2, and this hook has world_size=3" in size_error
     assert "bucket 0 of DistributedDataParallel had its parameters end at [1, 2]" in bucket_error
 
 
