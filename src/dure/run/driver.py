@@ -61,7 +61,7 @@ from dure.run.supervisor import CompanionTracker, Supervisor
 from dure.runtime.launch.engine_store import EngineStore
 from dure.runtime.launch.interruption import Interruption
 from dure.runtime.process.node import ProcessNode
-from dure.runtime.wire import Credentials, Identity
+from dure.runtime.wire import Credentials, Identity, WireLimits
 
 if TYPE_CHECKING:
     from dure.run.prebuilt import Callbacks
@@ -97,7 +97,12 @@ class Driver(RemoteService):
         self.fault_settings = replace(fault_settings, return_seconds=self.restarts.return_seconds)
         self.run_name = f"{setup.job.name}-{secrets.token_hex(4)}"
         self.credentials = credentials or Credentials.drawn(setup.config.integrity)
-        self.node = ProcessNode(Identity(self.run_name, "driver"), self.credentials, seed=setup.config.seeded)
+        self.node = ProcessNode(
+            Identity(self.run_name, "driver"),
+            self.credentials,
+            seed=setup.config.seeded,
+            limits=WireLimits(silent_seconds=setup.config.frozen_after),
+        )
         address = interface or "127.0.0.1"
         self.address = (address, self.node.wire.listen(address))
         self.store = EngineStore(interface, setup.workers) if setup.topology.uses_engine else None

@@ -23,7 +23,7 @@ from dure.run.virtual_companions import part_of
 from dure.runtime.heartbeat import Heartbeat, put
 from dure.runtime.launch.monitor import HeartbeatCaller
 from dure.runtime.process.node import ProcessNode
-from dure.runtime.wire import Credentials, Identity
+from dure.runtime.wire import Credentials, Identity, WireLimits
 
 if TYPE_CHECKING:
     from dure.job.companions import Companion
@@ -148,6 +148,7 @@ def main(setup: Setup, spec: LaunchSpec, check: Callable[[], None] = nothing) ->
         trace=config.trace,
         gradient_engine=gradient_engine,
         device=setup.device if kind == "worker" else "cpu",
+        limits=WireLimits(silent_seconds=config.frozen_after),
     )
     node.loop.check = check
     node.directory["driver"] = (str(spec.driver[0]), int(spec.driver[1]))

@@ -29,7 +29,7 @@ from dure.run.strategy import Strategy, catalogue, member_text, name_of, resolve
 from dure.runtime.launch.monitor import RankMonitor
 from dure.runtime.launch.rendezvous import RankEnvironment, Rendezvous, credentials_of, met, place
 from dure.runtime.process.node import ProcessNode
-from dure.runtime.wire import Identity
+from dure.runtime.wire import Identity, WireLimits
 from dure.sync.base import traits_of
 from dure.sync.worker_state import Boundary, WorkerState
 from dure.topology.base import topology_of
@@ -98,7 +98,12 @@ def attach(
         run, sizes = _introduce(rendezvous, strategy, replica, batch_size)
         credentials = credentials_of(rendezvous, integrity)
         rank = rendezvous.place.rank
-        node = ProcessNode(Identity(run, f"worker {rank}", rank), credentials, device=replica.device)
+        node = ProcessNode(
+            Identity(run, f"worker {rank}", rank),
+            credentials,
+            device=replica.device,
+            limits=WireLimits(silent_seconds=frozen_after),
+        )
         undo.callback(node.wire.close)
         monitor = RankMonitor(rendezvous, credentials, frozen_after)
         undo.callback(monitor.close)

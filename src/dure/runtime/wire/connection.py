@@ -92,7 +92,7 @@ class Connection:
         self._connecting = connecting
         self._closing = False  # the last frame is in the queue; received bytes are dropped
         self._low = 1
-        tune(sock)
+        tune(sock, shared.limits.silent_seconds)
         shared.connections.add(self)
         self._watch()
 

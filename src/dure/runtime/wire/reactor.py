@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import errno
 import heapq
+import math
 import os
 import selectors
 import socket
@@ -30,6 +31,8 @@ from dure.errors import PeerLost
 CREDENTIALS = struct.Struct("3i")  # process, user, group
 IS_LINUX = sys.platform == "linux"  # only Linux has abstract names, and tells the user of a peer
 _SOCKET_NBYTES = 4 << 20
+_IDLE_SECONDS = 2  # of an idle connection, before its first keep-alive
+_MOST_PROBES = 127  # keep-alives that Linux counts
 _LONGEST_WAIT = 0.5  # longest sleep of the helper thread, in seconds
 
 _STUCK_SECONDS = 30.0  # a normal turn of the helper thread takes milliseconds
@@ -244,8 +247,11 @@ class Reactor:
             self._handle(found)
 
 
-def tune(sock: socket.socket) -> None:
-    """Set large buffers; over TCP also no delay, and keep-alives that find a failed machine in about 5 seconds."""
+def tune(sock: socket.socket, silent_seconds: float) -> None:
+    """Set large buffers; over TCP also no delay, and the silence after which the machine of the peer has failed.
+
+    TCP itself brings a link back: it sends lost segments again until `silent_seconds` have passed without an answer.
+    """
     sock.setblocking(False)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SOCKET_NBYTES)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_NBYTES)
@@ -253,7 +259,16 @@ def tune(sock: socket.socket) -> None:
         return
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 2), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 3)):
+    # Keep-alives find a silent peer of an idle connection; the user time-out, where the system has it, is exact, and
+    # holds for a connection with unanswered data too, which has no keep-alives.
+    probes = max(1, math.ceil(silent_seconds) - _IDLE_SECONDS)
+    interval = math.ceil(probes / _MOST_PROBES)
+    for name, value in (
+        ("TCP_KEEPIDLE", _IDLE_SECONDS),
+        ("TCP_KEEPINTVL", interval),
+        ("TCP_KEEPCNT", math.ceil(probes / interval)),
+        ("TCP_USER_TIMEOUT", math.ceil(silent_seconds * 1000)),
+    ):
         if hasattr(socket, name):
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 

@@ -74,6 +74,8 @@ class WireLimits:
     handshake_seconds: float = 5.0
     lent_nbytes: int = 1 << 20
     """Smallest payload that is left in memory that both sides map, where they can."""
+    silent_seconds: float = 30.0
+    """Silence of a peer's machine after which its connection is lost. A link that is down for less ends nothing."""
     linger_seconds: float = 1.0
     """Time for which a refused connection stays open, so that the peer can read the reason."""
 
