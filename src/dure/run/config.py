@@ -185,7 +185,7 @@ class RunOptions(Checked):
     third of frozen_after if left out."""
     frozen_after: Changes[Seconds] = 30.0
     """Seconds without a heartbeat after which a process of a real run counts as frozen: the others go on without it, or
-    the run ends. A link between hosts that is down for less changes nothing."""
+    the run ends. A link between hosts that is down for less ends nothing."""
     grace: Changes[NonNegative] = 10.0
     """Seconds that a real run with checkpoints has after Ctrl-C or SIGTERM, to write a last one; 0 for none."""
     out: Path | None = None
