@@ -78,12 +78,16 @@ def test_striped_workers_together_see_what_one_sees(samples: int, batch_sizes: l
 @laws
 @given(before=st.integers(0, 12), batch_sizes=sizes)
 def test_restored_sampler_goes_on_exactly(text: str, before: int, batch_sizes: list[int]) -> None:
-    original, fresh = (SPLITS[text].samplers(labels(31), batch_sizes, seed=5)[-1] for _ in range(2))
+    original, fresh, moved = (SPLITS[text].samplers(labels(31), batch_sizes, seed=5)[-1] for _ in range(3))
     for _ in range(before):
         original.next()
     fresh.restore(json.loads(json.dumps(original.state())))
+    assert original.number == before
+    moved.number = before
     for _ in range(8):
-        assert torch.equal(original.next(), fresh.next())
+        following = original.next()
+        assert torch.equal(following, fresh.next())
+        assert torch.equal(following, moved.next())
     assert fresh.state() == original.state()
 
 

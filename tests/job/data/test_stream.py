@@ -83,7 +83,12 @@ def test_a_sampler_goes_on_where_it_was_saved(windows):
     for _ in range(5):
         whole.next()
     resumed.restore(whole.state())
-    assert [whole.next().tolist() for _ in range(4)] == [resumed.next().tolist() for _ in range(4)]
+    following = [whole.next().tolist() for _ in range(4)]
+    assert [resumed.next().tolist() for _ in range(4)] == following
+    moved = text.samplers(IID(), [2, 2], seed=3)[1]
+    moved.number = 5
+    assert [moved.next().tolist() for _ in range(4)] == following
+    assert moved.number == whole.number == 9
     with raising(CheckpointError, "differ"):
         Stream(TOKENS[:90], 4, windows).samplers(IID(), [2, 2], seed=3)[1].restore(whole.state())
 

@@ -84,6 +84,15 @@ class Sampler:
         """Passes over `indices` so far, by all workers that share the stream."""
         return self.position / len(self.indices)
 
+    @property
+    def number(self) -> int:
+        """As `BatchSampler`."""
+        return self.position // self.stride
+
+    @number.setter
+    def number(self, number: int) -> None:
+        self.position = number * self.stride
+
     def state(self) -> dict[str, int]:
         """The state that `restore` takes, as plain JSON."""
         return {"position": self.position, "seed": self.seed, "stream": self.stream, "samples": len(self.indices)}
@@ -112,7 +121,12 @@ def check_state(mine: Mapping[str, int], saved: Mapping[str, int], moves: str) -
 
 
 class BatchSampler(Protocol):
-    """The endless sequence of batches of one worker, as indices of a data set; implemented by `Sampler`."""
+    """The endless sequence of batches of one worker, as indices of a data set; implemented by `Sampler`.
+
+    `number` is that of the next batch, from 0 on. Setting it moves the sampler to another batch.
+    """
+
+    number: int
 
     def next(self) -> Tensor:
         """Indices of the next batch: int64, (batch size,)."""

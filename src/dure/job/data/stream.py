@@ -127,27 +127,27 @@ class Draws:
         self._total = total
         self._seed = seed
         self._stream = stream
-        self._step = 0
+        self.number = 0
 
     def next(self) -> Tensor:
         """As `BatchSampler`."""
-        rng = np.random.default_rng((self._seed, self._stream, self._step))
-        self._step += 1
+        rng = np.random.default_rng((self._seed, self._stream, self.number))
+        self.number += 1
         return torch.from_numpy(rng.integers(0, len(self._text), size=self._total)[self._places].copy())
 
     @property
     def epoch(self) -> float:
         """As `BatchSampler`."""
-        return self._step * self._total / self._text.blocks
+        return self.number * self._total / self._text.blocks
 
     def state(self) -> dict[str, int]:
         """As `BatchSampler`."""
-        return {"step": self._step, "seed": self._seed, "stream": self._stream, "samples": len(self._text)}
+        return {"step": self.number, "seed": self._seed, "stream": self._stream, "samples": len(self._text)}
 
     def restore(self, state: Mapping[str, int]) -> None:
         """As `BatchSampler`."""
         check_state(self.state(), state, "step")
-        self._step = state["step"]
+        self.number = state["step"]
 
 
 class Columns:
@@ -158,27 +158,27 @@ class Columns:
         self._windows = _windows_of_column(text, columns)
         self._starts = np.arange(first, first + size) * (len(text.tokens) // columns)
         self._identity = {"seed": seed, "samples": len(text), "columns": columns, "first": first}
-        self._step = 0
+        self.number = 0
 
     def next(self) -> Tensor:
         """As `BatchSampler`."""
-        starts = self._starts + self._step % self._windows * self._block
-        self._step += 1
+        starts = self._starts + self.number % self._windows * self._block
+        self.number += 1
         return torch.from_numpy(starts)
 
     @property
     def epoch(self) -> float:
         """As `BatchSampler`."""
-        return self._step / self._windows
+        return self.number / self._windows
 
     def state(self) -> dict[str, int]:
         """As `BatchSampler`."""
-        return {"step": self._step, **self._identity}
+        return {"step": self.number, **self._identity}
 
     def restore(self, state: Mapping[str, int]) -> None:
         """As `BatchSampler`."""
         check_state(self.state(), state, "step")
-        self._step = state["step"]
+        self.number = state["step"]
 
 
 def _windows_of_column(text: Stream, columns: int) -> int:
