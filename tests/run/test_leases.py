@@ -60,13 +60,3 @@ def test_a_late_report_of_an_earlier_range_changes_nothing():
     leases.report("worker 0", first.stop)
     leases.give_back("worker 0")
     assert leases.take("worker 1", workers=1) == second
-
-
-def test_a_restored_table_frees_what_was_held():
-    leases = Leases(40)
-    leases.take("worker 0", workers=2)
-    leases.report("worker 0", 2)
-    again = Leases(0)
-    again.restore(leases.state())
-    assert again.left == leases.left == 38
-    assert again.take("worker 1", workers=1).start == 2

@@ -68,6 +68,20 @@ def job(dim: int, loss: Callable[[Tensor, Tensor], Tensor] = mean_output) -> Job
     )
 
 
+def notes_samples(data_root: Path) -> Job:
+    """Each step takes 2 ms, and each worker's process writes down the numbers of its samples."""
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        time.sleep(0.002)
+        if in_fork_server():
+            with (data_root / f"samples {os.getpid()}").open("a") as file:
+                file.write(" ".join(str(int(each)) for each in targets) + "\n")
+        return mean_output(outputs, targets)
+
+    numbers = torch.arange(960.0)
+    return replace(job(16, loss), train=Data(torch.zeros(960, 16), numbers), batch_size=4, split="iid")
+
+
 def evaluation_of_nan(data_root: Path) -> Job:
     """Gradients and losses of workers are finite, and the loss of each evaluation is NaN."""
     return replace(job(DIM), test=Data(torch.full((2, DIM), torch.nan), torch.zeros(2)))

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
@@ -348,7 +348,27 @@ class Rl(Printed, RlOptions):
         return CommandResult(values_of(finished), [_run_table(finished)], lines, FAILED if failure else status)
 
 
-Command = Methods | Train | Compare | Report | Reproduce | Probe | Plan | Rl
+@dataclass(frozen=True, kw_only=True)
+class Scale(Printed):
+    """The number of workers of an elastic run: of one that was started with a range, as in --workers 2..8."""
+
+    example: ClassVar[str] = "dure scale runs/elastic 6"
+
+    folder: Positional[Path] = Path()
+    """The folder (--out) of the run."""
+    workers: Positional[Workers | None] = None
+    """Workers that shall run; if left out, nothing changes, and the present number is shown."""
+
+    def execute(self, interruption: Interruption) -> CommandResult:
+        """Ask the run's driver; return the size of the run."""
+        from dure.run.scaling import ask, scale_of
+
+        scale = scale_of(self.folder) if self.workers is None else ask(self.folder, self.workers, interruption)
+        said = f"{len(scale.run)} workers run, {scale.target} are asked for, of {scale.least} to {scale.most}."
+        return CommandResult(asdict(scale), said=said)
+
+
+Command = Methods | Train | Compare | Report | Reproduce | Probe | Plan | Rl | Scale
 COMMANDS: Mapping[str, type[Command]] = {kind.__name__.lower(): kind for kind in get_args(Command)}
 
 

@@ -75,7 +75,12 @@ def decided(
     _check(config)
     on = "" if config.on == "local" else config.on
     options = PlanOptions(
-        job=config.job, workers=config.workers, on=on, batch_size=config.batch_size, data=config.data, within=within
+        job=config.job,
+        workers=config.most_workers,
+        on=on,
+        batch_size=config.batch_size,
+        data=config.data,
+        within=within,
     )
     scene = scene_of(options, job, cluster, say)
     found = search(scene, Deadline(within), lambda done, of, strategy: say(f"timing {strategy}", done, of))
@@ -94,6 +99,8 @@ def _check(config: TrainConfig) -> None:
             f"auto plans before workers start, and --on {config.on} has started them. Run dure plan on one machine, "
             "and give its strategy to all: --strategy TEXT."
         )
+    if config.elastic is not None:
+        raise UsageError(f"auto plans for a fixed number of workers, and {config.workers} were asked for: give one.")
     others = [axis for axis in AXES if getattr(config, axis) not in (None, AUTO)]
     others += ["strategy"] * (config.strategy not in ("", AUTO))
     if others:

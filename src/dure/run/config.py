@@ -79,8 +79,34 @@ LARGEST = 3.4e38
 Integer = Annotated[int, BeforeValidator(_no_switch)]
 Number = Annotated[float, BeforeValidator(_no_switch)]
 
+RANGE = re.compile(r"(\d+)\.\.(\d+)")
+
+
+@dataclass(frozen=True)
+class WorkerRange:
+    """The numbers of workers that an elastic run may have, from `least` to `most`, written as in 2..8."""
+
+    least: int
+    most: int
+
+    def __str__(self) -> str:
+        return f"{self.least}..{self.most}"
+
+
+def _worker_range(value: Any) -> Any:
+    """Read the text of a range of workers. Raises `ValueError` for a range that is none."""
+    found = RANGE.fullmatch(value.strip()) if isinstance(value, str) else None
+    if found is None:
+        return value
+    least, most = map(int, found.groups())
+    if not 1 <= least < most:
+        raise ValueError(f"the range {value} goes from fewer workers, at least 1, to more, as in 2..8")
+    return WorkerRange(least, check_workers(most))
+
+
 Count = Annotated[Integer, Field(ge=1, lt=WIDEST)]
 Workers = Annotated[Count, AfterValidator(check_workers)]
+WorkersOrRange = Annotated[Workers | WorkerRange, BeforeValidator(_worker_range)]
 Finite = Annotated[float, Field(allow_inf_nan=False), BeforeValidator(_no_switch)]
 Seconds = Annotated[Finite, Field(gt=0), AfterValidator(_within_float32)]
 NonNegative = Annotated[Finite, Field(ge=0), AfterValidator(_within_float32)]
@@ -211,8 +237,9 @@ class TrainingOptions(Checked):
 
     job: Positional[str] = ""
     """A built-in job, or FILE.py:FUNCTION that returns a dure.Job; parameters follow, as in mnist-mlp:depth=7."""
-    workers: Workers | None = None
-    """Workers; 4 locally and on a uniform virtual cluster, else what the cluster or torchrun says."""
+    workers: WorkersOrRange | None = None
+    """Workers; 4 locally and on a uniform virtual cluster, else what the cluster or torchrun says. 2..8: a real run
+    over servers, gossip or shared memory that begins with 2 workers, and that `dure scale` changes."""
     batch_size: Count | None = None
     """Samples per mini-batch of one worker; the job's if left out."""
     batch_sizes: tuple[Count, ...] = ()
@@ -254,6 +281,16 @@ class Options(RunOptions, TrainingOptions):
     """Evaluate gradients one at a time on one thread (virtual time)."""
     timing_only: bool = False
     """Compute the seconds of the run alone, without tensors (virtual time)."""
+
+    @property
+    def elastic(self) -> WorkerRange | None:
+        """The numbers of workers that an elastic run may have; None for a fixed number."""
+        return self.workers if isinstance(self.workers, WorkerRange) else None
+
+    @property
+    def most_workers(self) -> int | None:
+        """The number of workers, in an elastic run the largest; None if it is left out."""
+        return self.workers.most if isinstance(self.workers, WorkerRange) else self.workers
 
     @property
     def seeded(self) -> int:
@@ -417,4 +454,4 @@ def goal(target: float | None, target_loss: float | None) -> Target:
 def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_plain(item) for item in value]
-    return str(value) if isinstance(value, Path) else value
+    return str(value) if isinstance(value, Path | WorkerRange) else value

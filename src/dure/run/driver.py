@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import secrets
 import signal
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -34,6 +34,7 @@ from dure.core.protocol import (
     NUMBER,
     PORT,
     TEXT,
+    TRUTH,
     WORKERS,
     RemoteService,
     carrying,
@@ -52,10 +53,12 @@ from dure.run import checkpoint
 from dure.run.checkpoint_schedule import CheckpointSchedule, LastCheckpoint
 from dure.run.failures import FailureTracker, LivenessLimits, LivenessMonitor, RestartPolicy
 from dure.run.history import DriverHistory
+from dure.run.leases import Leases
 from dure.run.outcome import Outcome, count_stages
 from dure.run.places import Launcher
 from dure.run.process import COUNTED, FaultSettings
 from dure.run.roster import Commands, ProcessRoster, Registration, RunProgress
+from dure.run.scaling import Scaling
 from dure.run.snapshots import Delivered, Results
 from dure.run.supervisor import CompanionTracker, Supervisor
 from dure.runtime.launch.engine_store import EngineStore
@@ -94,7 +97,8 @@ class Driver(RemoteService):
         self.setup, self.callbacks = setup, callbacks
         self.launcher, self.folder = launcher, folder
         self.restarts = restarts or RestartPolicy(setup, None)
-        self.fault_settings = replace(fault_settings, return_seconds=self.restarts.return_seconds)
+        absent = fault_settings.absent or sorted(setup.absent)
+        self.fault_settings = replace(fault_settings, absent=absent, return_seconds=self.restarts.return_seconds)
         self.run_name = f"{setup.job.name}-{secrets.token_hex(4)}"
         self.credentials = credentials or Credentials.drawn(setup.config.integrity)
         self.node = ProcessNode(
@@ -143,6 +147,19 @@ class Driver(RemoteService):
             companions=self.companions,
             **shared,
         )
+        self.scaling: Scaling | None = None
+        elastic = setup.config.elastic
+        if elastic is not None:
+            self.leases = Leases(setup.steps * elastic.least)
+            self.scaling = Scaling(
+                elastic,
+                setup.config.out,
+                leases=self.leases,
+                roster=roster,
+                commands=commands,
+                launcher=self.launcher,
+                start=self.start,
+            )
 
     # ---- the service
 
@@ -208,6 +225,16 @@ class Driver(RemoteService):
         return self.history.part(call)
 
     @remote(WORKERS)
+    def _lease(self, call: Call) -> Reply:
+        leased = self.leases.take(call.caller, workers=max(1, len(self.roster.living())))
+        return Reply({"leased": [leased.start, leased.stop]})
+
+    @remote(WORKERS, number=COUNT)
+    def _used(self, call: Call) -> Reply:
+        self.leases.report(call.caller, call.fields["number"])
+        return Reply()
+
+    @remote(WORKERS)
     def _slowest(self, call: Call) -> Reply:
         return Reply({"steps": self.progress.lowest()})
 
@@ -247,20 +274,35 @@ class Driver(RemoteService):
         time=mapping(FINITE),
         skew=mapping(COUNT),
         seconds=FINITE,
+        retired=TRUTH,
         stage=maybe(mapping(either(COUNT, mapping(COUNT)))),
         **dict.fromkeys(("steps", "done", "updates", "refused", *COUNTED), COUNT),
     )
     @carrying(lambda driver: driver.model)
     def _done(self, call: Call) -> Reply:
         self.roster.evicted.pop(call.caller, None)
+        if self.scaling is not None and call.fields["retired"] and self.leases.left:
+            self._retired(call.caller, call.fields)
+            return Reply()
         values, *buffers = [tensor.clone() for tensor in call.tensors]
         self.results.delivered[call.caller] = Delivered(values, buffers[0] if buffers else None)
         self.roster.finished[call.caller] = dict(call.fields)
         self.checkpoints.look()
         return Reply()
 
+    def _retired(self, name: str, report: Mapping[str, Any]) -> None:
+        """Let a worker go that has left before the end."""
+        assert self.scaling is not None
+        self.scaling.retired(name)
+        self.progress.count_retired(name, report)
+        self.roster.retire(name)
+        self.node.spawn(self.commands.bye(name), f"letting {name} go")
+        self._go_on_without(name)
+
     def _go_on_without(self, name: str) -> None:
         """Go on with everything that has waited for a worker."""
+        if self.scaling is not None:
+            self.leases.give_back(name)
         self.registration.look()
         self.checkpoints.look()
         self.history.evaluate_means()
@@ -323,6 +365,8 @@ class Driver(RemoteService):
             self.start(name, resume=self.folder)
         for name in self.companions.due(self._seconds(), self.launcher.exited):
             self.start(name)
+        if self.scaling is not None and self.registration.begun.done:
+            self.scaling.look(self.node.now())
         self.failures.check(self.roster.workers, self.restarts)
         self.last_checkpoint.look()
         self.registration.check()
@@ -340,6 +384,8 @@ class Driver(RemoteService):
     def close(self) -> None:
         """Release everything; if the run is not over, processes get no time to close their connections."""
         self.history.evaluator.abandon()
+        if self.scaling is not None:
+            self.scaling.close()
         self.node.wire.close(CLOSE_SECONDS if self.roster.dismissed else 0.1)
         self.node.loop.end()
         if self.store is not None:
@@ -347,6 +393,7 @@ class Driver(RemoteService):
 
     def _all_finished(self) -> bool:
         through = self.registration.begun.done and self.roster.all_finished
+        through = through and (self.scaling is None or not self.leases.left)
         told = not self.failures.reported  # the next look raises one, once it is explained
         return through and told and not self.restarts.awaited and self.roster.ready.issuperset(self.roster.servers)
 

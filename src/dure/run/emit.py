@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from dure.errors import UsageError
-from dure.run.config import TrainConfig
+from dure.run.config import TrainConfig, WorkerRange
 from dure.run.devices import kind_of
 from dure.run.strategy import AXES
 
@@ -72,6 +72,8 @@ def launch_of_train(options: Mapping[str, Any], nodes: int | None, image: str) -
             f"--emit writes how a new run starts, and resume={options['resume']} names one that has begun. In the text "
             f"for that run, write --resume {options['resume']} --on torchrun in place of the options of dure train."
         )
+    if isinstance(options["workers"], WorkerRange):
+        raise UsageError(f"torchrun starts a fixed number of ranks, and --workers is {options['workers']}. Give one.")
     ranks = _ranks(TrainConfig(on=options["on"], workers=options["workers"]), nodes)
     config = TrainConfig.of({**options, "on": "torchrun", "workers": None})
     return launch_of(config, ranks, image)

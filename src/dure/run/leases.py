@@ -15,8 +15,11 @@ So every mini-batch is used at least once, and only those that a dead worker use
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dure.job.data.split import BatchSampler
 
 MOST = 16
 """Mini-batches of a lease at most."""
@@ -76,11 +79,39 @@ class Leases:
         if start < stop:
             insort(self._free, (start, stop))
 
-    def state(self) -> Mapping[str, Any]:
-        """What is not used, as plain JSON; for `restore` all of it is free."""
-        return {"left": sorted([*map(list, self._free), *map(list, self._held.values())])}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`."""
-        self._free = [(int(start), int(stop)) for start, stop in state["left"] if start < stop]
-        self._held = {}
+class LeasedBatches:
+    """The worker's end: it moves its `sampler` to the ranges that it leases by `ask`, until it is told to `retire`.
+
+    A run with the least number of workers, `least`, has one step for as many mini-batches.
+    """
+
+    def __init__(self, sampler: BatchSampler, ask: Callable[[], Awaitable[range]], least: int) -> None:
+        self.retiring = False
+        self._sampler = sampler
+        self._ask = ask
+        self._least = least
+        self._stop = sampler.number
+
+    @property
+    def number(self) -> int:
+        """The number of the next mini-batch of this worker in the run."""
+        return self._sampler.number
+
+    @property
+    def step(self) -> int:
+        """As `sync.worker_state.LeasedWork`."""
+        return self._sampler.number // self._least
+
+    async def is_left(self) -> bool:
+        """As `sync.worker_state.LeasedWork`."""
+        if self.retiring:
+            return False
+        if self._sampler.number >= self._stop:
+            found = await self._ask()
+            self._sampler.number, self._stop = found.start, found.stop
+        return self._sampler.number < self._stop
+
+    def drop(self) -> None:
+        """Leave the rest of the range: the driver has given it to others."""
+        self._stop = self._sampler.number

@@ -14,6 +14,7 @@ leave the clock; done(parameters) ---------->  the run's result
 
 from __future__ import annotations
 
+import signal
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
@@ -26,10 +27,12 @@ from dure.core.deployment import WORKER, NodeId
 from dure.core.node import Address, Call, Operation, Reply, Suspend, Task
 from dure.core.protocol import COUNT, DRIVER, NODE, PLACE, TEXT, RemoteService, remote
 from dure.errors import CheckpointError, DureError, Refused
+from dure.job.gradient import JobSource
 from dure.partition.source import StageSource
 from dure.report.metrics import VersionCounts
 from dure.run import checkpoint
 from dure.run.checkpoint import Parts
+from dure.run.leases import LeasedBatches
 from dure.run.outcome import figures_of
 from dure.run.servers import build_server
 from dure.run.snapshots import DRIVER_ADDRESS, Snapshots
@@ -43,6 +46,7 @@ from dure.topology.parameter_server.clock import EVICT_SECONDS
 
 if TYPE_CHECKING:
     from dure.job.gradient import Gradient
+    from dure.run.config import WorkerRange
     from dure.run.setup import Setup
     from dure.runtime.process.group import ProcessGroup
     from dure.sync.worker_state import WorkerState
@@ -161,6 +165,10 @@ class Control(RemoteService):
     def _stop_at(self, call: Call) -> Reply | Awaitable[Reply]:
         return self._command(call)
 
+    @remote(DRIVER)
+    def _retire(self, call: Call) -> Reply | Awaitable[Reply]:
+        return self._command(call)
+
     @remote(DRIVER, name=NODE)
     def _lost(self, call: Call) -> Reply | Awaitable[Reply]:
         return self._command(call)
@@ -196,7 +204,7 @@ class ServerProcess(RunProcess):
     async def live(self, where: tuple[str, int], parts: Parts) -> None:
         node, settings = self.node, self.fault_settings
         self.server = server = build_server(
-            self.setup, node, absent=settings.absent, evict_seconds=settings.evict_seconds, log=settings.log
+            self.setup, node, absent=settings.absent or None, evict_seconds=settings.evict_seconds, log=settings.log
         )
         if server.clock is not None:
             server.clock.on_evicted = self._evicted
@@ -253,6 +261,8 @@ class WorkerProcess(RunProcess):
         super().__init__(setup, node)
         self.fault_settings = fault_settings
         self.suspending = False
+        self.retiring = False
+        self.leased: LeasedBatches | None = None
         self.next_checkpoint = 0
         self.snapshots = Snapshots(setup, node, self._bytes_sent)
         self.counted = dict.fromkeys(COUNTED, 0)
@@ -266,6 +276,8 @@ class WorkerProcess(RunProcess):
 
     def _control(self) -> Control:
         handlers = {"suspend": self._suspend_now, "evaluate": self._evaluate, "meet": self._meet}
+        if self.setup.config.elastic is not None:
+            handlers["retire"] = self._retire
         return Control(bye=self.bye.resolve, stop_at=self._stop_at, frozen=self._neighbor_frozen, **handlers)
 
     def _neighbor_frozen(self, name: str) -> None:
@@ -291,6 +303,8 @@ class WorkerProcess(RunProcess):
         mapped = await setup.of_worker(node.rank).topology.map(worker)
         if mapped and engine is not None:
             engine.read_in_place(*mapped)
+        if setup.config.elastic is not None:
+            self._lease_from(setup.config.elastic)
         worker.on_step = self.on_step
         worker.on_boundary = self._on_boundary
         if worker.sessions.rows is not None:
@@ -309,6 +323,23 @@ class WorkerProcess(RunProcess):
         self.next_checkpoint = go.fields["checkpoint"]
         await self._work()
         await self._finish()
+
+    def _lease_from(self, elastic: WorkerRange) -> None:
+        """Work through leased mini-batches, and retire when the driver or a signal says so."""
+        source = self.worker.source
+        assert isinstance(source, JobSource)
+        assert source.sampler is not None
+        self.worker.boundary.leased = self.leased = LeasedBatches(source.sampler, self._lease, elastic.least)
+        signal.signal(signal.SIGTERM, lambda *_: self._retire())
+
+    async def _lease(self) -> range:
+        reply = await self.node.call(DRIVER_ADDRESS, "lease")
+        return range(*reply.fields["leased"])
+
+    def _retire(self) -> None:
+        """Leave at the next step boundary."""
+        assert self.leased is not None
+        self.leased.retiring = True
 
     def _restore(self, parts: Parts) -> bool:
         """Go on from a checkpoint if this worker is in it; whether it was."""
@@ -345,7 +376,11 @@ class WorkerProcess(RunProcess):
 
     async def _finish(self) -> None:
         worker, node = self.worker, self.node
-        await lifecycle.leave(worker)
+        retired = False
+        if self.leased is not None:
+            retired = self.leased.retiring
+            self.tell("used", number=self.leased.number)
+        await lifecycle.leave(worker, finished=not retired)
         seconds = node.now()
         await self.snapshots.settled()
         await node.sent_to_wire()
@@ -361,6 +396,7 @@ class WorkerProcess(RunProcess):
             "done": worker.clock - worker.joined_at,
             "updates": self.setup.delivery.gradients_in(worker),
             "refused": worker.refusals.total,
+            "retired": retired,
             **counts,
             **self._metered(),
         }
@@ -385,6 +421,8 @@ class WorkerProcess(RunProcess):
     def _on_boundary(self, worker: WorkerState) -> None:
         """Take the snapshots that are due, and report this worker's steps to the driver."""
         self.snapshots.at_boundary(worker)
+        if self.leased is not None:
+            self.tell("used", number=self.leased.number)
         if worker.clock % self.setup.eval_every == 0 and worker.clock > self._began:
             self._report(self.node.now())
 

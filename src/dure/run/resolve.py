@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from dure.errors import StrategyError, UsageError
 from dure.job.companions import Companions
+from dure.job.data.split import IID, Striped
 from dure.job.job import Job, dtype_named, load_job
 from dure.job.names import may_have_companions
 from dure.job.rates import scaled
@@ -25,7 +26,7 @@ from dure.partition.profile import BlockTimes
 from dure.partition.programmed import Programmed
 from dure.partition.schedule import Orders, check
 from dure.partition.shared_layers import SharedLayers
-from dure.run.config import TrainConfig
+from dure.run.config import TrainConfig, WorkerRange
 from dure.run.devices import AUTO, CPU, check_use, devices_of
 from dure.run.places import is_started_outside
 from dure.run.prebuilt import Prebuilt
@@ -58,13 +59,14 @@ CHECKED = 4
 
 def resolve(config: TrainConfig, prebuilt: Prebuilt = Prebuilt()) -> tuple[Setup, Cluster | None]:
     """Make the set-up that `config` describes, and the virtual cluster if it asks for one. Raises `UsageError`."""
+    _check_place(config)
     strategy = prebuilt.strategy or config.chosen()
     loaded = _load(config) if prebuilt.job is None and config.job and may_have_companions(config.job) else prebuilt.job
     companions = None if loaded is None else loaded.companions
     if loaded is not None and companions is not None:
         check_options(config, strategy, loaded.name)
         sizes = config.batch_sizes or (config.batch_size or loaded.batch_size,)
-        companions.check(config.workers or 1, max(sizes))
+        companions.check(config.most_workers or 1, max(sizes))
     cluster = prebuilt.cluster or asked_cluster(config, companions)
     workers = workers_of(config, cluster, companions)
     parts = check_without_job(config, strategy, workers)
@@ -74,9 +76,10 @@ def resolve(config: TrainConfig, prebuilt: Prebuilt = Prebuilt()) -> tuple[Setup
     if isinstance(strategy.sync, OfEpochs):
         strategy = replace(strategy, sync=strategy.sync.with_epoch(job.train.steps(1.0, sum(whole))))
     sizes = _of_partition(pipeline_of(strategy.partition), whole)
-    steps = _steps(config, job, sum(sizes), sum(whole))
+    least = len(sizes) if config.elastic is None else config.elastic.least
+    steps = _steps(config, job, sum(sizes[:least]), sum(whole))
     every = config.eval_every or (max(1, steps // EVALUATIONS) if steps < ENDLESS else _often(companions))
-    absent = cluster.absent if cluster is not None else frozenset()
+    absent = cluster.absent if cluster is not None else frozenset(range(least, workers))
     here = place() if is_started_outside(config.on) else None
     local_rank = None if here is None else here.local_rank
     machines = _machines(workers, cluster, here)
@@ -101,7 +104,8 @@ def rebuild(values: Mapping[str, Any]) -> Setup:
     workers, machines, sizes = values["workers"], tuple(values["machines"]), tuple(values["batch_sizes"])
     job = _build_job(config, strategy, workers // _parts(strategy, workers), _load(config))
     steps, every, devices = values["steps"], values["eval_every"], tuple(values["devices"])
-    return Setup(config, job, strategy, workers, machines, sizes, steps, every, devices=devices)
+    absent = frozenset(values["absent"])
+    return Setup(config, job, strategy, workers, machines, sizes, steps, every, absent, devices=devices)
 
 
 def _load(config: TrainConfig) -> Job:
@@ -133,7 +137,18 @@ def asked_cluster(config: TrainConfig, companions: Companions | None = None) -> 
         return None
     if config.on != "virtual":
         return Cluster.from_yaml(config.on)
-    return Cluster.uniform(config.workers or 4 if companions is None else (config.workers or 1) + companions.machines)
+    return Cluster.uniform(
+        config.most_workers or 4 if companions is None else (config.most_workers or 1) + companions.machines
+    )
+
+
+def _check_place(config: TrainConfig) -> None:
+    """Raise `UsageError` for an elastic run elsewhere than where dure starts its processes."""
+    if config.elastic is not None and (config.virtual or is_started_outside(config.on)):
+        raise UsageError(
+            f"--workers {config.elastic} is for a real run whose processes dure starts, and --on is {config.on}. Give "
+            f"one number, such as --workers {config.most_workers}, or use --on local."
+        )
 
 
 def workers_of(config: TrainConfig, cluster: Cluster | None, companions: Companions | None = None) -> int:
@@ -141,7 +156,7 @@ def workers_of(config: TrainConfig, cluster: Cluster | None, companions: Compani
     if companions is not None:
         return _learners(config, cluster, companions)
     if cluster is None:
-        return config.workers or 4
+        return config.most_workers or 4
     if config.workers is not None and config.workers != cluster.workers:
         raise UsageError(
             f"--workers {config.workers} was asked for, and the cluster has {cluster.workers}. "
@@ -152,7 +167,7 @@ def workers_of(config: TrainConfig, cluster: Cluster | None, companions: Compani
 
 def _learners(config: TrainConfig, cluster: Cluster | None, companions: Companions) -> int:
     """The number of workers of a job with companions, 1 if left out."""
-    workers = config.workers or 1
+    workers = config.most_workers or 1
     needed = workers + companions.machines
     if cluster is not None and cluster.workers != needed:
         raise UsageError(
@@ -290,7 +305,32 @@ def _check_events(setup: Setup, cluster: Cluster) -> None:
             )
 
 
+def _check_elastic(setup: Setup, elastic: WorkerRange) -> None:
+    """Raise `UsageError` for a run whose number of workers cannot change."""
+    config, text, fixed = setup.config, setup.strategy.text(), f"Give one number, such as --workers {elastic.most}"
+    if setup.job.companions is not None:
+        raise UsageError(f"--workers {elastic} leases mini-batches, and {setup.job.name} has no data set. {fixed}.")
+    if setup.stages is not None or setup.topology.needs_everybody:
+        raise UsageError(
+            f"--workers {elastic}: {setup.strategy} needs every worker all the time. {fixed}, or take a method over "
+            "servers, such as downpour, or bsp with --topology ps."
+        )
+    if setup.traits.chooses_samples:
+        raise UsageError(f"--workers {elastic} leases mini-batches, and {text['sync']} chooses its samples. {fixed}.")
+    if config.batch_sizes:
+        raise UsageError(f"--workers {elastic} leases mini-batches of one size. Give --batch-size for --batch-sizes.")
+    if not isinstance(setup.job.split, IID | Striped):
+        raise UsageError(
+            f"--workers {elastic} leases the samples to whoever is there, and the split {setup.job.split} ties them to "
+            "workers. Use --split iid."
+        )
+    if config.checkpoint_every:
+        raise UsageError(f"--workers {elastic} writes no checkpoints. Leave out checkpoint_every, or give one number.")
+
+
 def _check(setup: Setup, cluster: Cluster | None) -> None:
+    if setup.config.elastic is not None:
+        _check_elastic(setup, setup.config.elastic)
     check_use(setup.devices, timing_only=setup.config.timing_only)
     pipeline = pipeline_of(setup.strategy.partition)
     if pipeline is not None:

@@ -68,6 +68,13 @@ class ProcessRoster:
             self.workers.append(name)
         return self.incarnations[name]
 
+    def retire(self, name: str) -> None:
+        """Forget a worker that has left the run before its end; another incarnation may join."""
+        self.workers.remove(name)
+        for names in (self.expected, self.present, self.ready):
+            names.discard(name)
+        self.evicted.pop(name, None)
+
     def restore(self, finished: Mapping[str, Mapping[str, Any]]) -> None:
         """Take over the workers that had finished before a checkpoint: none of them is started."""
         self.finished = dict(finished)
@@ -169,6 +176,10 @@ class Commands:
         state = "gone" if method == "lost" else method
         self._node.spawn(self._tell_clock(method, worker), f"telling the clock that {worker} is {state}")
 
+    def retire(self, worker: str) -> None:
+        """Have a worker leave at its next step boundary."""
+        self._node.spawn(self._tell(worker, "retire"), f"having {worker} retire")
+
     def tell_neighbors(self, worker: str) -> None:
         """Tell the living workers that one is frozen."""
         for name in self._roster.living():
@@ -264,14 +275,25 @@ class RunProgress:
         """Count the steps, samples, seconds, pulls and messages of the workers that have finished."""
         totals, finished = self.totals, self._roster.finished
         for name, report in finished.items():
-            totals.count("per_worker", name, steps=report["done"], **{key: report[key] for key in TRAFFIC})
-            totals.add_time(report["time"])
-            totals.version_skew.merge(VersionCounts.of(report["skew"]))
-            totals.counts["samples"] += report["done"] * self._batch_size(name)
-            for key in TRAFFIC:
-                totals.counts[key] += report[key]
+            self._count(name, report)
         totals.seconds = max(report["seconds"] for report in finished.values())
         totals.steps = max(report["steps"] for report in finished.values())
+
+    def count_retired(self, name: str, report: Mapping[str, Any]) -> None:
+        """Count the same of a worker that leaves the run before its end."""
+        self._count(name, report)
+        self.refused_of_failed += int(report.get("refused", 0))
+        self.reports.pop(name, None)
+        self.at.pop(name, None)
+
+    def _count(self, name: str, report: Mapping[str, Any]) -> None:
+        totals = self.totals
+        totals.count("per_worker", name, steps=report["done"], **{key: report[key] for key in TRAFFIC})
+        totals.add_time(report["time"])
+        totals.version_skew.merge(VersionCounts.of(report["skew"]))
+        totals.counts["samples"] += report["done"] * self._batch_size(name)
+        for key in TRAFFIC:
+            totals.counts[key] += report[key]
 
     def count_refused(self) -> None:
         """Count the updates that workers have refused themselves."""

@@ -312,7 +312,8 @@ class Setup:
         config = self.config
         by_method = config.split is None and isinstance(self.job.split, IID)
         split = self.traits.sampling if by_method else None
-        return WorkerData(self.job, self.batch_sizes, config.seeded, split, config.timing_only, config.virtual)
+        leased = config.elastic is not None
+        return WorkerData(self.job, self.batch_sizes, config.seeded, split, config.timing_only, config.virtual, leased)
 
     @cached_property
     def batches(self) -> Batches:
@@ -352,6 +353,7 @@ class Setup:
             "steps": self.steps,
             "eval_every": self.eval_every,
             "devices": self.devices,
+            "absent": sorted(self.absent),
         }
 
     def experience(

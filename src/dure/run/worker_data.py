@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from dure.job.data.split import Striped
 from dure.job.gradient import JobSource
 
 if TYPE_CHECKING:
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
 class WorkerData:
     """Mini-batches of `batch_sizes` samples, one size per worker, drawn from `seed` by `split` (the job's if None).
 
-    A `timing_only` run draws none. A run with `modelled` time needs the operations of each mini-batch.
+    A `timing_only` run draws none. A run with `modelled` time needs the operations of each mini-batch. Where they are
+    `leased`, all samplers have the same mini-batches, and each is moved to those that its worker leases.
     """
 
     job: Job
@@ -33,6 +35,7 @@ class WorkerData:
     split: Split | None = None
     timing_only: bool = False
     modelled: bool = False
+    leased: bool = False
 
     @property
     def total(self) -> int:
@@ -41,6 +44,9 @@ class WorkerData:
 
     def draw_samplers(self) -> list[Any]:
         """New samplers of all workers, each at its first batch."""
+        if self.leased:
+            (sampler,) = replace(self.job, split=Striped()).samplers(self.batch_sizes[:1], seed=self.seed)
+            return [copy(sampler) for _ in self.batch_sizes]
         job = self.job if self.split is None else replace(self.job, split=self.split)
         return list(job.samplers(self.batch_sizes, seed=self.seed))
 

@@ -42,14 +42,19 @@ async def rejoin(worker: WorkerState, period: int = 1) -> None:
     """Join again after an eviction, as a newcomer; the steps so far stay counted."""
     done = worker.clock - worker.joined_at
     worker.asking = False  # the eviction ended the wait for admission
+    if worker.boundary.leased is not None:
+        worker.boundary.leased.drop()
     await join(worker, newcomer=True, period=period)
     worker.joined_at = worker.clock - done
 
 
-async def leave(worker: WorkerState) -> None:
-    """Leave the servers' clock and the neighbors, so that no other worker waits for this one."""
+async def leave(worker: WorkerState, *, finished: bool = True) -> None:
+    """Leave the servers' clock and the neighbors, so that no other worker waits for this one.
+
+    `finished`: the work is done.
+    """
     if worker.sessions.server is not None:
-        await worker.sessions.server.leave()
+        await worker.sessions.server.leave(finished=finished)
     if worker.sessions.peer is not None:
         await worker.sessions.peer.leave()
 

@@ -173,13 +173,14 @@ class Worker:
     @property
     def progress(self) -> float:
         """The completed share of the run at this worker, from 0 to 1, by its steps or its seconds."""
-        steps, seconds = self.state.boundary.steps, self.state.boundary.seconds
+        boundary = self.state.boundary
+        steps, seconds = boundary.steps, boundary.seconds
         if steps is None and seconds is None:
             raise UsageError(
                 "this loop states neither steps nor seconds, so its progress is unknown: leave out parameters that are "
                 "a share of the run, such as warm_start."
             )
-        return max(self.clock / steps if steps else 0.0, self.node.now() / seconds if seconds else 0.0)
+        return max(boundary.step(self.clock) / steps if steps else 0.0, self.node.now() / seconds if seconds else 0.0)
 
     @property
     def node(self) -> Node:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import torch
 
@@ -74,6 +74,21 @@ class Sessions:
             await session.settled()
 
 
+class LeasedWork(Protocol):
+    """The mini-batches of a run that its workers lease one after another. `step` is that of the next one in the run."""
+
+    @property
+    def step(self) -> int: ...
+
+    async def is_left(self) -> bool:
+        """Whether another mini-batch is left for this worker; its source then draws that one."""
+        ...
+
+    def drop(self) -> None:
+        """Leave the rest of the lease: others have it."""
+        ...
+
+
 @dataclass(slots=True)
 class Boundary:
     """Decides at a step boundary whether a worker goes on.
@@ -81,7 +96,8 @@ class Boundary:
     The work ends after `steps` mini-batches or `seconds`. `suspend` says whether a checkpoint is due. If workers need
     not be at the same clock for a checkpoint (`waiting`), a wait for admission is a boundary too.
 
-    `checkpoint` gives the clock of the next checkpoint.
+    `checkpoint` gives the clock of the next checkpoint. `leased` is the work of a worker of an elastic run: it ends
+    once no mini-batch is left, whatever the clock.
 
     Workers of a group must end at the same step, so they compare their times where they synchronize: every `period`
     steps, or at the clock `WorkerState.last_sync`. If the method lets each worker end `alone`, they do not compare.
@@ -94,6 +110,11 @@ class Boundary:
     period: int = 1
     alone: bool = False
     checkpoint: Callable[[], int] | None = None
+    leased: LeasedWork | None = None
+
+    def step(self, clock: int) -> int:
+        """The step of the run at the `clock` of a worker, by which rates change."""
+        return clock if self.leased is None else self.leased.step
 
     def drained_at(self) -> int:
         """The clock at which a pipeline is drained: the end of the work or the next checkpoint."""
@@ -111,7 +132,11 @@ class Boundary:
             await worker.sessions.settled()
             await worker.source.settled()
             raise Suspend
-        if self.steps is not None and worker.clock >= self.steps:
+        if self.leased is not None:
+            ended = not await self.leased.is_left()
+        else:
+            ended = self.steps is not None and worker.clock >= self.steps
+        if ended:
             await worker.source.settled()
             raise EndOfWork
         if self.seconds is not None and await self._is_late(worker, self.seconds):
@@ -119,7 +144,7 @@ class Boundary:
         if worker.on_boundary is not None:
             worker.on_boundary(worker)
         if worker.rates is not None:
-            worker.lr = worker.rates(worker.clock)
+            worker.lr = worker.rates(self.step(worker.clock))
 
     async def _is_late(self, worker: WorkerState, seconds: float) -> bool:
         """Whether the time is over. In a group it is over for all members once it is for one."""

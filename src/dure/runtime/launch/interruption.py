@@ -14,13 +14,17 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM)
 
 SAME_SECONDS = 1.0
 """Signals within this time count as one: Ctrl-C reaches a rank from the terminal and again from torchrun."""
+
+
+LOOK_SECONDS = 0.1
+"""Period in which a wait looks for its condition."""
 
 
 class Interrupted(BaseException):
@@ -52,6 +56,14 @@ class Interruption:
         """Raise `Interrupted` if a signal has arrived."""
         if self.number is not None:
             raise Interrupted(self.number)
+
+    def until(self, condition: Callable[[], bool], seconds: float) -> bool:
+        """Wait until `condition` holds, at most `seconds`; whether it holds. Raises `Interrupted` after a signal."""
+        last = time.monotonic() + seconds
+        while not (held := condition()) and time.monotonic() < last:
+            self.check()
+            time.sleep(LOOK_SECONDS)
+        return held
 
     @contextmanager
     def heard(self) -> Iterator[None]:

@@ -1,0 +1,176 @@
+"""The number of workers of an elastic run: how it is asked for from outside, and how the driver follows.
+
+    dure scale DIR 6  -->  DIR/scale-request.json  -->  driver: starts workers, or has them retire
+                      <--  DIR/scale.json          <--  driver: the range, the target, the workers that run
+
+A worker that retires leaves at a step boundary, gives back the rest of its lease, and its process ends. A worker that
+has been warned (SIGTERM) retires too: the driver starts another one in its place.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dure.core.deployment import WORKER, NodeId, by_rank
+from dure.core.regular_file import read_regular
+from dure.core.text import log
+from dure.errors import DureError, UsageError
+from dure.report.files import replacing
+
+if TYPE_CHECKING:
+    from dure.run.config import WorkerRange
+    from dure.run.leases import Leases
+    from dure.run.places import Launcher
+    from dure.run.roster import Commands, ProcessRoster
+    from dure.runtime.launch.interruption import Interruption
+
+STATE = "scale.json"
+REQUEST = "scale-request.json"
+
+LOOK_SECONDS = 0.5
+"""Period in which the driver looks for a request."""
+
+ANSWER_SECONDS = 10.0
+"""Seconds that a request waits for the driver's answer."""
+
+MOST_BYTES = 10_000
+
+
+@dataclass(frozen=True)
+class RunSize:
+    """The size of an elastic run: its range, the `target` that was asked for last, and the workers that `run`."""
+
+    least: int
+    most: int
+    target: int
+    run: list[str]
+
+    def check(self, workers: int) -> None:
+        """Raise `UsageError` for a number outside the range."""
+        if not self.least <= workers <= self.most:
+            raise UsageError(
+                f"{workers} workers were asked for, and the run was started with --workers {self.least}..{self.most}. "
+                f"Ask for a number from {self.least} to {self.most}."
+            )
+
+
+class Scaling:
+    """Starts and retires workers until as many run as were asked for: at first the least.
+
+    `start` starts a worker by name. `folder` is that of the run; without it nobody can ask.
+    """
+
+    def __init__(
+        self,
+        elastic: WorkerRange,
+        folder: Path | None,
+        *,
+        leases: Leases,
+        roster: ProcessRoster,
+        commands: Commands,
+        launcher: Launcher,
+        start: Callable[[str], None],
+    ) -> None:
+        self._elastic, self._folder = elastic, folder
+        self._target = elastic.least
+        self._leases, self._roster, self._commands = leases, roster, commands
+        self._launcher, self._start = launcher, start
+        self._retiring = set[str]()
+        self._looked = 0.0
+        self._shown: RunSize | None = None
+        self._names = [str(NodeId(WORKER, rank)) for rank in range(elastic.most)]
+
+    def look(self, now: float) -> None:
+        """Read a request, and start or retire the workers that are too few or too many."""
+        if now >= self._looked + LOOK_SECONDS:
+            self._looked = now
+            self._read_request()
+        present = self._present()
+        for name in present[self._target :]:
+            self._retiring.add(name)
+            self._commands.retire(name)
+        if self._leases.free:
+            for name in self._absent()[: max(0, self._target - len(present))]:
+                self._start(name)
+        self._show()
+
+    def retired(self, name: str) -> None:
+        """Note that a worker has retired, as it was asked to or after a warning."""
+        self._retiring.discard(name)
+
+    def close(self) -> None:
+        """Remove the files: the run is over."""
+        if self._folder is not None:
+            for name in (STATE, REQUEST):
+                (self._folder / name).unlink(missing_ok=True)
+
+    def _present(self) -> list[str]:
+        """The workers that count: those that work or start, without those that retire, in the order of ranks."""
+        return by_rank(self._roster.living() - self._retiring)
+
+    def _absent(self) -> list[str]:
+        """The workers that can be started: their earlier processes, if any, have ended."""
+        roster, exited = self._roster, self._launcher.exited
+        return [
+            name
+            for name in self._names
+            if name not in roster.workers and (name not in roster.incarnations or name in exited)
+        ]
+
+    def _read_request(self) -> None:
+        if self._folder is None:
+            return
+        path = self._folder / REQUEST
+        with suppress(FileNotFoundError):
+            content = read_regular(path, MOST_BYTES)
+            path.unlink(missing_ok=True)
+            try:
+                workers = int(json.loads(content)["workers"])
+                RunSize(self._elastic.least, self._elastic.most, self._target, []).check(workers)
+            except (ValueError, KeyError, TypeError, UsageError) as error:
+                log.warning("%s is no request that the run can follow: %s", path, error)
+                return
+            log.warning("%d workers are asked for, %d before.", workers, self._target)
+            self._target = workers
+
+    def _show(self) -> None:
+        """Write the state if it has changed."""
+        scale = RunSize(self._elastic.least, self._elastic.most, self._target, self._present())
+        if self._folder is None or scale == self._shown:
+            return
+        self._shown = scale
+        with replacing(self._folder / STATE) as file:
+            json.dump(asdict(scale), file)
+
+
+def scale_of(folder: Path) -> RunSize:
+    """The size of the elastic run of `folder`. Raises `UsageError` if none runs there."""
+    try:
+        return RunSize(**json.loads(read_regular(folder / STATE, MOST_BYTES)))
+    except (OSError, ValueError, TypeError) as error:
+        raise UsageError(
+            f"no elastic run has its record in {folder}. Name the folder (--out) of a run that was started with a "
+            "range, such as --workers 2..8, and that is not over."
+        ) from error
+
+
+def ask(folder: Path, workers: int, interruption: Interruption) -> RunSize:
+    """Ask the driver of the run of `folder` for so many workers; returns the size after its answer.
+
+    Raises `UsageError` for a number that the run cannot have, `DureError` if no driver answers.
+    """
+    scale_of(folder).check(workers)
+    with replacing(folder / REQUEST) as file:
+        json.dump({"workers": workers}, file)
+    if interruption.until(lambda: scale_of(folder).target == workers, ANSWER_SECONDS):
+        return scale_of(folder)
+    (folder / REQUEST).unlink(missing_ok=True)
+    raise DureError(
+        f"no driver has answered in {folder} for {ANSWER_SECONDS:g} s: its process has ended, or is stopped. Look at "
+        "the output of the run."
+    )
