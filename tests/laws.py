@@ -20,7 +20,8 @@ class Law:
 
     It reaches `accuracy` in `steps` steps of each of four virtual workers, of which one is five times slower, and of
     two real processes; `options` are those of `TrainConfig` that it needs for it. `survives`: it goes on without
-    a worker that has died, and takes in one that comes late; otherwise a death ends the run with one sentence.
+    a worker that has died, and takes in one that comes late; otherwise a death ends the run with one sentence, unless
+    its workers form their group again on processes (`re_forms`).
     `tensors`: it needs the values of gradients to know what to do, so that there is no timing-only run of it.
     `stands_for`: the family of methods or codecs for which it stands in `make test`. The other laws of the family take
     the same code of sessions, servers and checkpoints, and are tried in `make all`.
@@ -31,6 +32,7 @@ class Law:
     steps: int = 200
     options: Mapping[str, Any] = field(default_factory=dict)
     survives: bool = True
+    re_forms: bool = False
     tensors: bool = False
     stands_for: str = ""
 
@@ -53,7 +55,7 @@ POST_LOCAL, FLOAT8, STAR = (EXAMPLES / f"{name}.py" for name in ("03_post_local"
 LEFT = Path(__file__).parent / "support" / "left_neighbors.py"
 
 LAWS = [
-    Law("bsp collective", survives=False, stands_for="synchronous, over a collective"),
+    Law("bsp collective", survives=False, re_forms=True, stands_for="synchronous, over a collective"),
     Law("bsp collective:algorithm=ring", survives=False),
     Law("bsp ps:shards=2"),
     Law("bsp hybrid:servers=all,shards=2", survives=False, tensors=True, stands_for="hybrid"),

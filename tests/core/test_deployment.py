@@ -29,7 +29,10 @@ def test_each_node_has_a_machine_or_that_of_another():
 @pytest.mark.parametrize(
     ("strategy", "machines", "worker_lost", "server_lost"),
     [
-        ("bsp collective", [0, 1, 2], WhenLost.END, None),
+        ("bsp collective", [0, 1, 2], WhenLost.RE_FORM, None),
+        ("bsp collective:algorithm=ring", [0, 1, 2], WhenLost.END, None),
+        ("bsp collective 1bit", [0, 1, 2], WhenLost.END, None),
+        ("averaging:period=4 collective", [0, 1, 2], WhenLost.END, None),
         ("bsp ps:shards=2", [0, 1, 2, 3, 4], WhenLost.GO_ON, WhenLost.ROLL_BACK),
         ("downpour ps:shards=4,colocated=true", [0, 1, 2, 0, 1, 2, 0], WhenLost.GO_ON, WhenLost.RESTART_ALONE),
         ("lbfgs ps", [0, 1, 2, 3], WhenLost.GO_ON, WhenLost.ROLL_BACK),

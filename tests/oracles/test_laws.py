@@ -130,7 +130,7 @@ def test_in_virtual_time_a_pause_is_waited_for_and_a_death_ends_the_run(law):
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("law", representatives(SURVIVORS), ids=str)
+@pytest.mark.parametrize("law", representatives([law for law in LAWS if law.survives or law.re_forms]), ids=str)
 def test_a_killed_process_is_outlived_and_a_newcomer_takes_part(law, fork_server, tmp_path):
     """Three processes: one is killed, and started again; the others hardly move until it has made a step."""
     trial = Trial(configured("digits_at_a_pace", law.strategy, workers=3, steps=200, data=tmp_path, **law.options))
@@ -166,7 +166,7 @@ def swap(path: Path, text: str) -> None:
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("law", representatives(DEPENDENTS), ids=str)
+@pytest.mark.parametrize("law", representatives([law for law in DEPENDENTS if not law.re_forms]), ids=str)
 def test_a_killed_process_ends_a_run_that_needs_all_workers(law, fork_server):
     trial = Trial(configured("digits-mlp", law.strategy, workers=3, steps=100_000, **law.options))
     killed = []

@@ -104,7 +104,7 @@ def test_bsp_shrinks_when_a_worker_is_killed(run):
 def test_a_kill_under_collectives_ends_the_run_with_one_sentence(run):
     kill = when(lambda trial: trial.driver.steps("worker 1") > 10, lambda trial: trial.kill("worker 1"))
     with pytest.raises(DureError) as caught:
-        run("waits_now_and_then", "bsp", kill, workers=3, steps=100_000)
+        run("waits_now_and_then", "bsp collective:algorithm=ring", kill, workers=3, steps=100_000)
     assert time.monotonic() - kill.happened[0] < 5
     assert str(caught.value).startswith("worker 1 failed: killed by signal 9 (SIGKILL); bsp collective")
     assert "--out with --checkpoint-every N writes one" in str(caught.value)
@@ -306,7 +306,7 @@ def test_the_end_of_the_fork_server_ends_the_run_and_its_processes():
 
 @pytest.mark.long
 def test_a_kill_under_collectives_is_exit_status_1():
-    process = command("--sync", "bsp")
+    process = command("--sync", "averaging")
     time.sleep(0.5)
     family(process, 3)
     victims = [pid for pid in descendants(process.pid) if pid not in children_of(process.pid)]

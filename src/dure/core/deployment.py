@@ -52,8 +52,14 @@ class WhenLost(Enum):
 
     END = "the run ends"
     GO_ON = "the others go on without it"
+    RE_FORM = "the others form their group again without it"
     RESTART_ALONE = "it is started again from the last checkpoint, and the others wait for it"
     ROLL_BACK = "all nodes are started again from the last checkpoint"
+
+    @property
+    def others_go_on(self) -> bool:
+        """Whether the run goes on without the node."""
+        return self in (WhenLost.GO_ON, WhenLost.RE_FORM)
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,9 +48,11 @@ class CheckpointRound:
         self.step = step
         self.draft = folder / f"step-{step}.tmp"
         self.problem: str | None = None
+        self._node = node
         self._living = living
         self._stopped: set[str] = set()
         self._written: set[str] = set()
+        self.interrupted: Operation[None] = node.promise("the next generation")
         self.all_stopped: Operation[None] = node.promise("all workers to stop for the checkpoint")
         self.all_written: Operation[None] = node.promise("all workers to write their parts of the checkpoint")
         self.committed: Operation[None] = node.promise("the checkpoint to be complete")
@@ -68,6 +70,12 @@ class CheckpointRound:
     def waits_for(self) -> set[str]:
         """The workers that have not stopped yet."""
         return self._living() - self._stopped
+
+    def interrupt(self) -> None:
+        """Let the workers that have stopped go on: one that has not needs them to come here."""
+        waiting, self.interrupted = self.interrupted, self._node.promise("the next generation")
+        self._stopped.clear()
+        waiting.resolve()
 
     def look(self) -> None:
         """Continue if the missing workers have failed or finished. A worker that comes later is not part of it."""
@@ -131,7 +139,8 @@ BETWEEN_ATTEMPTS = 0.2
 class CheckpointSchedule:
     """Runs one checkpoint round after another: `due` is the clock of the next, `round` the one that goes on.
 
-    Checkpoints are written to `folder`; without it there are none. `part` gives the driver's own part.
+    Checkpoints are written to `folder`; without it there are none. `part` gives the driver's own part, and `may_stop`
+    says whether workers may stop now.
     """
 
     def __init__(
@@ -157,14 +166,20 @@ class CheckpointSchedule:
         self._progress = progress
         self._commands = commands
         self._part = part
+        self.may_stop: Callable[[], bool] = lambda: True
 
     # ---- called by workers
 
     async def suspended(self, call: Call) -> Reply:
-        """Note that a worker has stopped, and wait until all have."""
+        """Note that a worker has stopped, and wait until all have. `draft` is None if it must go on before."""
+        if not self.may_stop():
+            return Reply({"draft": None})
         current = self.round or self._begin_round(self.due)
+        interrupted = current.interrupted
         current.stopped(call.caller)
-        await current.all_stopped
+        await self.node.first(current.all_stopped, interrupted)
+        if not current.all_stopped.done:
+            return Reply({"draft": None})
         return Reply({"draft": str(current.draft)})
 
     async def saved(self, call: Call) -> Reply:
@@ -179,6 +194,16 @@ class CheckpointSchedule:
         return Reply({"checkpoint": self.due})
 
     # ---- called by the driver
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether all workers have stopped for a checkpoint that is not complete."""
+        return self.round is not None and self.round.all_stopped.done and not self.round.committed.done
+
+    def interrupt(self) -> None:
+        """Let the workers that have stopped for a checkpoint go on, and stop again later."""
+        if self.round is not None and not self.round.all_stopped.done:
+            self.round.interrupt()
 
     @property
     def can_write(self) -> bool:

@@ -52,6 +52,7 @@ from dure.errors import Refused, RemoteError
 from dure.run import checkpoint
 from dure.run.checkpoint_schedule import CheckpointSchedule, LastCheckpoint
 from dure.run.failures import FailureTracker, LivenessLimits, LivenessMonitor, RestartPolicy
+from dure.run.generations import Generations
 from dure.run.history import DriverHistory
 from dure.run.leases import Leases
 from dure.run.outcome import Outcome, count_stages
@@ -130,10 +131,9 @@ class Driver(RemoteService):
         self.results = Results(setup, node, roster, commands)
         shared: dict[str, Any] = {"progress": progress, "commands": commands}
         self.checkpoints = CheckpointSchedule(setup, node, roster, folder=self.folder, part=self._part, **shared)
-        strategy = str(setup.strategy)
-        self.failures = FailureTracker(
-            self.launcher, node.loop, strategy, setup.deployment, roster=roster, folder=self.folder
-        )
+        self.generations = self._generations()
+        given: dict[str, Any] = {"roster": roster, "folder": self.folder}
+        self.failures = FailureTracker(self.launcher, node.loop, str(setup.strategy), setup.deployment, **given)
         self.supervisor = Supervisor(
             setup=setup,
             launcher=self.launcher,
@@ -160,6 +160,13 @@ class Driver(RemoteService):
                 launcher=self.launcher,
                 start=self.start,
             )
+
+    def _generations(self) -> Generations | None:
+        if not self.setup.re_forms:
+            return None
+        found = Generations(self.node, self.roster, self.commands, self.checkpoints)
+        self.checkpoints.may_stop = found.runs
+        return found
 
     # ---- the service
 
@@ -217,7 +224,7 @@ class Driver(RemoteService):
     @remote(WORKERS, seconds=FINITE, steps=COUNT, bytes=COUNT, updates=COUNT)
     @carrying(lambda driver: driver.model)
     def _snapshot(self, call: Call) -> Reply:
-        return self.history.snapshot(call)
+        return self.history.snapshot(call, self._missing(call.fields["steps"]))
 
     @remote(WORKERS, steps=COUNT, updates=COUNT, at_servers=COUNT, at=COUNT)
     @carrying(lambda driver: driver.model)
@@ -249,6 +256,18 @@ class Driver(RemoteService):
     @remote(WORKERS, step=COUNT)
     def _suspended(self, call: Call) -> Awaitable[Reply]:
         return self.checkpoints.suspended(call)
+
+    @remote(WORKERS, steps=COUNT, fresh=TRUTH, reason=nullable(TEXT))
+    def _stopped(self, call: Call) -> Awaitable[Reply]:
+        return self._formed_again.stopped(call)
+
+    @remote(WORKERS, generation=COUNT)
+    def _formed(self, call: Call) -> Reply:
+        return self._formed_again.formed(call)
+
+    @remote(WORKERS)
+    def _through(self, call: Call) -> Awaitable[Reply]:
+        return self._formed_again.through(call)
 
     @remote(WORKERS, problem=nullable(TEXT))
     def _saved(self, call: Call) -> Awaitable[Reply]:
@@ -299,11 +318,23 @@ class Driver(RemoteService):
         self.node.spawn(self.commands.bye(name), f"letting {name} go")
         self._go_on_without(name)
 
+    def _missing(self, step: int) -> int:
+        """The gradients that are not in the model after `step`, as their workers were away."""
+        return 0 if self.generations is None else self.setup.workers * step - self.generations.gradients(step)
+
+    @property
+    def _formed_again(self) -> Generations:
+        if self.generations is None:
+            raise Refused("the workers of this run form no group again.")
+        return self.generations
+
     def _go_on_without(self, name: str) -> None:
         """Go on with everything that has waited for a worker."""
         if self.scaling is not None:
             self.leases.give_back(name)
         self.registration.look()
+        if self.generations is not None:
+            self.generations.lost(name)
         self.checkpoints.look()
         self.history.evaluate_means()
         first = self.roster.first_living
@@ -368,6 +399,9 @@ class Driver(RemoteService):
         if self.scaling is not None and self.registration.begun.done:
             self.scaling.look(self.node.now())
         self.failures.check(self.roster.workers, self.restarts)
+        if self.generations is not None:
+            self.generations.look()  # a checkpoint may have been complete since
+            self.generations.check()
         self.last_checkpoint.look()
         self.registration.check()
 
@@ -411,6 +445,7 @@ class Driver(RemoteService):
             "finished": self.roster.finished,
             "origin": self.setup.origin,
             "companions": self.companions.figures(),
+            "generations": [] if self.generations is None else self.generations.history,
         }
         tensors = {}
         for name, (values, buffers) in self.results.delivered.items() if not self.roster.servers else ():
@@ -429,20 +464,26 @@ class Driver(RemoteService):
                 self.results.delivered[name] = Delivered(tensors[name], tensors.get(f"{name} buffers"))
         self.checkpoints.due += plain["checkpoint"]
         self.companions.restore(plain.get("companions", {}))
+        if self.generations is not None:
+            self.generations.history = list(plain.get("generations", []))
 
     async def _gather(self) -> Outcome:
         """Collect the result, end all processes, and evaluate the final model."""
         progress, finished = self.progress, self.roster.finished
         progress.count_finished()
-        values, updates = await self.results.collect(progress.totals)
+        step, of_failed = min(report["steps"] for report in finished.values()), 0
+        if self.generations is not None:
+            of_failed = self.generations.gradients(step) - sum(report["done"] for report in finished.values())
+        values, updates = await self.results.collect(progress.totals, of_failed)
         progress.count_refused()
         await self._collect_figures()
         await self._dismiss()
-        step = min(report["steps"] for report in finished.values())
         self.history.evaluate_result(progress.totals, values, self.results.buffers, step=step, updates=updates)
         self.history.evaluator.close()
         notes: dict[str, Any] = {"deaths": dict(self.failures.causes), "evicted": dict(self.roster.evicted)}
         notes["unfinished"] = self._unfinished()
+        if self.generations is not None:
+            notes["generations"] = self.generations.history
         notes |= count_stages(progress.totals, {name: report.get("stage", {}) for name, report in finished.items()})
         notes |= self.setup.topology.notes()
         notes |= self.setup.experience(self.companions.figures(), self.history.rows, progress.totals.seconds)

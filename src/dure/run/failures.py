@@ -312,8 +312,8 @@ class FailureTracker:
         if self.own_errors:
             raise min(self.own_errors, key=lambda error: not isinstance(error, errors.DivergedError))
         for name in self._failed:
-            fatal = self._deployment[name].when_lost is not WhenLost.GO_ON
-            if fatal and name not in restarts.awaited and name not in self.reported and self._explained(name):
+            told = name in restarts.awaited or name in self.reported
+            if self._is_fatal(name) and not told and self._explained(name):
                 again = f", for the {restarts.made[name] + 1}th time" if restarts.made[name] >= LIMIT else ""
                 kind = NodeId.of(name).kind
                 alone = len(self._deployment.names(WORKER)) == 1
@@ -330,6 +330,15 @@ class FailureTracker:
         for name, error in self.reported.items():
             if self._explained(f"{name} failed"):
                 raise error
+
+    def _is_fatal(self, name: str) -> bool:
+        """Whether the failure of a process ends a run that does not start it again.
+
+        A worker that has raised an error would do so in any group.
+        """
+        if self._deployment[name].when_lost is WhenLost.RE_FORM:
+            return self._launcher.exited.get(name, 0) > 0
+        return self._deployment[name].when_lost is not WhenLost.GO_ON
 
     def cause(self, name: str) -> str:
         """The cause of a failure in words, as far as it is known."""

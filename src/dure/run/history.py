@@ -217,12 +217,12 @@ class DriverHistory(History):
     def evaluate(self, snapshot: Snapshot) -> None:
         self.evaluator.submit(snapshot)
 
-    def snapshot(self, call: Call) -> Reply:
-        """Evaluate a snapshot of the model."""
+    def snapshot(self, call: Call, missing: int = 0) -> Reply:
+        """Evaluate a snapshot of the model; `missing` gradients are not in it, as their workers were away."""
         if call.caller == self.evaluating_worker:
             fields = call.fields
             values, *buffers = [tensor.clone() for tensor in call.tensors]
-            row = self.row(fields["seconds"], fields["steps"], fields["updates"], fields["bytes"])
+            row = self.row(fields["seconds"], fields["steps"], fields["updates"] - missing, fields["bytes"])
             self.evaluate(Snapshot(row, values, buffers[0] if buffers else None))
         return Reply()
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import signal
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -26,13 +26,14 @@ import torch
 from dure.core.deployment import WORKER, NodeId
 from dure.core.node import Address, Call, Operation, Reply, Suspend, Task
 from dure.core.protocol import COUNT, DRIVER, NODE, PLACE, TEXT, RemoteService, remote
-from dure.errors import CheckpointError, DureError, Refused
+from dure.errors import CheckpointError, DureError, PeerLost, Refused
 from dure.job.gradient import JobSource
 from dure.partition.source import StageSource
 from dure.report.metrics import VersionCounts
 from dure.run import checkpoint
 from dure.run.checkpoint import Parts
 from dure.run.leases import LeasedBatches
+from dure.run.membership import Membership
 from dure.run.outcome import figures_of
 from dure.run.servers import build_server
 from dure.run.snapshots import DRIVER_ADDRESS, Snapshots
@@ -53,6 +54,9 @@ if TYPE_CHECKING:
 
 PROGRESS_SECONDS = 0.1
 """Period of a worker's progress reports."""
+
+AGAIN_SECONDS = 0.01
+"""Seconds until a worker asks again for a checkpoint that has to wait for the next generation."""
 
 COUNTED = ("bytes_sent", "bytes_received", "messages")
 
@@ -169,6 +173,10 @@ class Control(RemoteService):
     def _retire(self, call: Call) -> Reply | Awaitable[Reply]:
         return self._command(call)
 
+    @remote(DRIVER, generation=COUNT)
+    def _break_up(self, call: Call) -> Reply | Awaitable[Reply]:
+        return self._command(call)
+
     @remote(DRIVER, name=NODE)
     def _lost(self, call: Call) -> Reply | Awaitable[Reply]:
         return self._command(call)
@@ -269,6 +277,7 @@ class WorkerProcess(RunProcess):
         self._said = 0.0
         self._began = 0
         self._role: Task[None] | None = None
+        self.membership = Membership(setup, node) if setup.re_forms else None
 
     @property
     def steps(self) -> int:
@@ -278,6 +287,8 @@ class WorkerProcess(RunProcess):
         handlers = {"suspend": self._suspend_now, "evaluate": self._evaluate, "meet": self._meet}
         if self.setup.config.elastic is not None:
             handlers["retire"] = self._retire
+        if self.membership is not None:
+            handlers["break_up"] = self.membership.group.end
         return Control(bye=self.bye.resolve, stop_at=self._stop_at, frozen=self._neighbor_frozen, **handlers)
 
     def _neighbor_frozen(self, name: str) -> None:
@@ -294,7 +305,7 @@ class WorkerProcess(RunProcess):
             await self._fail(error)
         if setup.topology.uses_engine:
             lead_engine(where[0])
-            node.collectives = engine_groups(node, setup.workers, reply.fields["store"], torch.device(setup.device))
+            node.collectives = self._groups(reply.fields["store"])
         start = parts["run"].plain["checkpoint"] if parts else 0
         self.worker = worker = build_worker(setup, node, node.rank, node.meter, start=start)
         if worker.over_servers:
@@ -313,9 +324,7 @@ class WorkerProcess(RunProcess):
         if setup.topology.needs_everybody and engine is not None:
             engine.read_in_place(worker.params)  # no server replaces them
         self.snapshots.resume(worker.clock)
-        if not resumed:
-            await lifecycle.join(worker, newcomer=reply.fields["newcomer"] or bool(parts), period=setup.period)
-        self._began = worker.clock
+        await self._join(newcomer=reply.fields["newcomer"] or bool(parts), resumed=resumed)
         go = await node.call(DRIVER_ADDRESS, "ready")
         node.begin(go.fields["seconds"])
         self.snapshots.evaluates = go.fields["evaluates"]
@@ -323,6 +332,23 @@ class WorkerProcess(RunProcess):
         self.next_checkpoint = go.fields["checkpoint"]
         await self._work()
         await self._finish()
+
+    async def _join(self, *, newcomer: bool, resumed: bool) -> None:
+        """Join the others, unless this worker goes on from a checkpoint."""
+        worker = self.worker
+        if not resumed:
+            await lifecycle.join(worker, newcomer=newcomer, period=self.setup.period)
+        if self.membership is not None:
+            self.membership.begin(worker, fresh=newcomer and not resumed)
+        self._began = worker.clock
+
+    def _groups(self, store: Sequence[Any]) -> Callable[[Sequence[int]], ProcessGroup]:
+        """The function that makes groups of the engine, for the node."""
+        membership = self.membership
+        if membership is None:
+            return engine_groups(self.node, self.setup.workers, store, torch.device(self.setup.device))
+        membership.place = store
+        return lambda ranks: membership.group
 
     def _lease_from(self, elastic: WorkerRange) -> None:
         """Work through leased mini-batches, and retire when the driver or a signal says so."""
@@ -355,8 +381,12 @@ class WorkerProcess(RunProcess):
         return mine is not None
 
     async def _work(self) -> None:
-        """Run the method to the end of its work. After each checkpoint its coroutine is started again."""
+        """Run the method to the end of its work. Its coroutine is started again in each generation, and after each
+        checkpoint.
+        """
         while True:
+            if self.membership is not None:
+                await self.membership.enter(self.worker)
             role = self.node.spawn(work_through(self.setup.sync, self.worker, self.setup.period), self.node.name)
             self._role = role
             try:
@@ -364,9 +394,14 @@ class WorkerProcess(RunProcess):
             except Suspend:
                 await self._checkpoint()
             except DureError as error:
-                await self._fail(error, refused=self.worker.refusals.total)
+                if self.membership is None or not isinstance(error, PeerLost):
+                    await self._fail(error, refused=self.worker.refusals.total)
+                self.membership.lost(error)
             else:
-                return
+                if self.membership is None or await self.membership.through():
+                    return
+            del role
+            self._role = None  # its error would keep the engine's works, and so its connections
 
     async def _fail(self, error: DureError, refused: int = 0) -> NoReturn:
         """Report an error to the driver, and end this process."""
@@ -476,6 +511,9 @@ class WorkerProcess(RunProcess):
 
     async def _checkpoint(self) -> None:
         reply = await self.node.call(DRIVER_ADDRESS, "suspended", step=self.next_checkpoint)
+        if reply.fields["draft"] is None:  # the group is formed again first
+            await self.node.sleep(AGAIN_SECONDS)
+            return
         await self.node.sent_to_wire()  # the counts below then have all messages so far
         state = lifecycle.state(self.worker)
         state.plain |= {"counted": self._counts(), **self._metered()}
@@ -490,7 +528,9 @@ class WorkerProcess(RunProcess):
         self.worker.asking = False  # the checkpoint may have ended a wait for admission
 
 
-def engine_groups(node: ProcessNode, workers: int, store: Sequence[Any], device: torch.device) -> Any:
+def engine_groups(
+    node: ProcessNode, workers: int, store: Sequence[Any], device: torch.device
+) -> Callable[[Sequence[int]], ProcessGroup]:
     """Join the engine's process group of all workers; return the function that makes a `Group` of ranks.
 
     Tensors on the `device` of this worker travel by the device's backend, others by Gloo.

@@ -185,6 +185,11 @@ class Commands:
         for name in self._roster.living():
             self._node.spawn(self._tell(name, "frozen", name=worker), f"telling {name} that {worker} is frozen")
 
+    def break_up(self, worker: str, generation: int) -> None:
+        """Tell a member of a group that its generation is over."""
+        work = self._tell(worker, "break_up", generation=generation)
+        self._node.spawn(work, f"telling {worker} that generation {generation} is over")
+
     async def stop_at(self, step: int) -> None:
         """Have all workers stop for a checkpoint at one clock. Raises `Refused` if one has passed it."""
         asked = [self.call(name, "stop_at", step=step) for name in self._roster.living()]

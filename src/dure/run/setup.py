@@ -17,6 +17,7 @@ from dure.job.initial_model import InitialModel, is_on_meta
 from dure.partition.cut import ANY, Speeds
 from dure.partition.mesh import pipeline_of, shared_of
 from dure.run.devices import CPU
+from dure.run.places import is_real, is_started_outside
 from dure.run.server_side import ServerSide
 from dure.run.stages import StagedTopology, Stages
 from dure.run.worker_data import Delivery, WorkerData
@@ -254,10 +255,24 @@ class Setup:
             return StagedTopology(self.strategy.topology, plan, self.stages)
         return deployed(self.strategy.topology, plan)
 
+    @property
+    def re_forms(self) -> bool:
+        """Whether workers form their group again without one that fails, and with one that joins.
+
+        Tried with Gloo on one machine only. A codec keeps state for each rank, and a stage exists once in a pipeline.
+        """
+        strategy = self.topology.uses_engine and not self.topology.servers and self.codec is None
+        whole = self.stages is None and self.job.companions is None
+        on_cpu = all(device == CPU for device in self.devices)
+        started_here = is_real(self.config.on) and not is_started_outside(self.config.on)  # else an agent restarts all
+        return strategy and whole and on_cpu and self.traits.regroups and started_here
+
     @cached_property
     def deployment(self) -> Deployment:
         """The nodes of this run: workers, companions, servers."""
         found = self.topology.deploy()
+        if self.re_forms:
+            return Deployment(tuple(replace(node, when_lost=WhenLost.RE_FORM) for node in found.nodes))
         return found if self.job.companions is None else with_companions(found, self.job.companions, self.workers)
 
     @cached_property

@@ -66,15 +66,15 @@ def count_updates(totals: Totals, statuses: Reports) -> None:
     )
 
 
-def count_steps(totals: Totals, finished: Reports, parts: int = 1) -> int:
+def count_steps(totals: Totals, finished: Reports, parts: int = 1, of_failed: int = 0) -> int:
     """Count the updates of a run without a clock: every step is one, of a model that `parts` workers hold together.
 
-    Returns how many are in the model.
+    `of_failed` are those in the model of workers that have failed. Returns how many are in the model.
     """
-    done = sum(int(report["done"]) - int(report.get("refused", 0)) for report in finished.values()) // parts
+    done = sum(int(report["done"]) - int(report.get("refused", 0)) for report in finished.values()) // parts + of_failed
     totals.counts["updates_applied"] = done
     totals.staleness.histogram[0] = done
-    return sum(int(report["updates"]) for report in finished.values()) // parts
+    return sum(int(report["updates"]) for report in finished.values()) // parts + of_failed
 
 
 def model_of_workers(setup: Setup, delivered: Mapping[str, Delivered]) -> torch.Tensor:
@@ -118,16 +118,20 @@ class Results:
         own = {NodeId.of(name).rank: each.buffers for name, each in self.delivered.items()}
         return merged_buffers(self._setup, {rank: each for rank, each in own.items() if each is not None})
 
-    async def collect(self, totals: Totals) -> tuple[torch.Tensor, int]:
-        """The final parameters, and how many updates are in them; adds to `totals` what the servers have counted."""
-        setup = self._setup
+    async def collect(self, totals: Totals, of_failed: int = 0) -> tuple[torch.Tensor, int]:
+        """The final parameters, and how many updates are in them; adds to `totals` what the servers have counted.
+
+        `of_failed` are updates of failed workers in a model that no server has.
+        """
+        setup, finished = self._setup, self._roster.finished
         if setup.topology.clocked:
             await self._commands.settle()
         for name in self._roster.servers:
             self.statuses[name] = (await self._node.call(Address(name, "shard"), "status")).fields
         count_servers(totals, self.statuses)
         if not setup.topology.clocked:
-            return model_of_workers(setup, self.delivered), count_steps(totals, self._roster.finished, setup.parts)
+            updates = count_steps(totals, finished, setup.parts, of_failed)
+            return model_of_workers(setup, self.delivered), updates
         count_updates(totals, self.statuses)
         for name in self._commands.clocks:
             self.clock = (await self._node.call(Address(name, "clock"), "status")).fields

@@ -172,7 +172,7 @@ class Supervisor:
         self.progress.at.pop(name, None)
         if name in self.roster.servers and self.begun.done:
             self.restarts.failed(name, self.now())
-        if not self.can_lose(name) or name in self.failures.reported:
+        if not self.setup.deployment[name].when_lost.others_go_on or name in self.failures.reported:
             return
         self.roster.evicted.pop(name, None)
         self.progress.totals.failures_survived += 1

@@ -104,8 +104,11 @@ class Delivery:
         return worker.clock - worker.given if worker.over_servers else self.gradients_in(worker)
 
     def gradients_in_common(self, worker: WorkerState) -> int:
-        """The number of gradients in the model that all workers have over collectives, where this worker is now."""
-        return len(self.batch_sizes) * self.gradients_in(worker)
+        """The number of gradients in the model that all workers have over collectives, where this worker is now.
+
+        If some were away for some steps, the driver corrects it.
+        """
+        return len(self.batch_sizes) * (self.gradients_in(worker) + worker.joined_at)
 
     def weight(self, rank: int) -> float:
         """Weight of a worker's model in the mean of all models: its batch size, where batch sizes differ."""

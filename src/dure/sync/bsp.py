@@ -41,6 +41,7 @@ class BSP:
         lockstep=True,
         delivers="replica",
         staged=True,
+        regroups=True,
     )
 
     def server_rule(self, optimizer: OptimizerSpec) -> ServerRule:

@@ -5,7 +5,7 @@ import torch
 from support.raw_caller import CREDENTIALS
 from support.wording import raising
 
-from dure.runtime.process.group import EngineOperation, _lost
+from dure.runtime.process.group import EngineOperation, lost_rank
 from dure.runtime.process.node import ProcessNode
 from dure.runtime.wire import Identity
 
@@ -27,7 +27,7 @@ CLOSED = "Connection closed by peer [127.0.0.1]:55954"
     ],
 )
 def test_of_what_the_engine_says_the_first_sentence_is_told(said, told):
-    message = str(_lost("worker 1", "the others' all_reduce", RuntimeError(said)))
+    message = str(lost_rank("worker 1", "the others' all_reduce", RuntimeError(said)))
     assert message == (
         f"worker 1 waited for the others' all_reduce, and a rank is gone ({told}). A collective needs every rank. Use "
         "a method over a parameter server (ps), or resume from the last checkpoint."

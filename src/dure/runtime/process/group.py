@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from threading import Thread
@@ -38,6 +38,9 @@ TIMEOUT = timedelta(days=10)
 
 LOOK = timedelta(seconds=1)
 """Time between two checks for frozen ranks while a rank waits."""
+
+TURN = timedelta(milliseconds=20)
+"""Longest time in which a process that waits for the engine handles no message, where one may end the wait."""
 
 SHORTEST_PAUSE, LONGEST_PAUSE = 2e-5, 1e-3
 """Seconds between two questions to a device whether an operation has ended: at first, and after a long wait."""
@@ -84,7 +87,7 @@ class ProcessGroup:
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Operation[torch.Tensor]:
         self._count("broadcast", tensor)
-        work = dist.broadcast(tensor, src=root, group=self._engine, async_op=True)
+        work = dist.broadcast(tensor, group=self._engine, group_src=self.ranks.index(root), async_op=True)
         return self._start("the root's broadcast", [work], lambda: tensor, tensor)
 
     def barrier(self) -> Operation[None]:
@@ -118,7 +121,7 @@ class ProcessGroup:
 
     def _start(
         self, label: str, works: Sequence[Any], finish: Callable[[], Any], tensor: torch.Tensor
-    ) -> EngineOperation:
+    ) -> Operation[Any]:
         in_loop = self._engine is not None or tensor.device.type != "cpu"
         return EngineOperation(self._node, label, works, finish, in_loop=in_loop)
 
@@ -138,32 +141,44 @@ class EngineOperation(Operation[Any]):
     With `in_loop` the loop runs meanwhile, as other ranks may wait for a message of this one. It is set where tensors
     are on a device: messages on their way to pinned memory leave through the loop, and the stream that is current at
     the `await` waits for the results. It is set in a group of some ranks: the others ask for messages at any time.
+
+    Where a message may end the wait, the loop runs now and then, and `check` raises `PeerLost`.
     """
 
-    __slots__ = ("_finish", "_in_loop", "_node", "_works")
+    __slots__ = ("_check", "_finish", "_in_loop", "_node", "_works")
 
     def __init__(
-        self, node: ProcessNode, label: str, works: Sequence[Any], finish: Callable[[], Any], *, in_loop: bool
+        self,
+        node: ProcessNode,
+        label: str,
+        works: Sequence[Any],
+        finish: Callable[[], Any],
+        *,
+        in_loop: bool,
+        check: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(node.loop, label)
         self._node = node
         self._works = works
         self._finish = finish
         self._in_loop = in_loop
+        self._check = check
 
     def __await__(self) -> Generator[Operation[Any], None, Any]:
         if not self.done:
             try:
                 if self._in_loop:
                     yield from self._wait_in_loop()
+                elif self._check is not None:
+                    yield from self._wait_in_turns(self._check)
                 else:
                     self._block()
             except torch.AcceleratorError as error:  # the device reports a failed operation of this process
                 self.fail(error)
             except RuntimeError as error:
-                self.fail(_lost(self._node.name, self.label, error))
+                self.fail(lost_rank(self._node.name, self.label, error))
             except PeerLost as error:
-                self.fail(error)
+                self.fail(error.with_traceback(None))  # whose frames would keep works, and so connections
             else:
                 self.resolve(self._finish())
             self._works = ()  # finished works would keep the engine's connections open
@@ -183,15 +198,27 @@ class EngineOperation(Operation[Any]):
 
     def _wait(self, work: Any) -> None:
         """Wait for an operation of the engine, and check once in `LOOK` whether a rank is frozen."""
-        while True:
-            ended = work.is_completed()
-            try:
-                work.wait(LOOK)
-                return
-            except RuntimeError:
-                if ended:  # the error of the operation itself, not the end of `LOOK`
-                    raise
+        while not _has_ended(work, LOOK):
             self._node.loop.check()
+
+    def _wait_in_turns(self, check: Callable[[], None]) -> Generator[Operation[Any], None, None]:
+        """Block as `_block` does, and let the loop run once in `TURN`.
+
+        To ask an operation from the loop, as `_wait_in_loop` does, would slow down short steps.
+        """
+        for work in self._works:
+            check()
+            while not self._has_ended_soon(work):
+                yield from self._node.loop.yield_once().__await__()
+                check()
+
+    def _has_ended_soon(self, work: Any) -> bool:
+        self._node.loop.waiting = True
+        try:
+            with self._node.wire.in_background():
+                return _has_ended(work, TURN)
+        finally:
+            self._node.loop.waiting = False
 
     def _wait_in_loop(self) -> Generator[Operation[Any], None, None]:
         """Ask again and again whether the operations have ended, then let the current stream wait for the results.
@@ -206,7 +233,20 @@ class EngineOperation(Operation[Any]):
             work.wait(LOOK)  # it has ended, so that this orders the stream alone
 
 
-def _lost(name: str, label: str, error: RuntimeError) -> PeerLost:
+def _has_ended(work: Any, limit: timedelta) -> bool:
+    """Wait at most for `limit`; whether the operation has ended. Raises its error."""
+    ended = work.is_completed()
+    try:
+        work.wait(limit)
+    except RuntimeError:
+        if ended:  # the error of the operation itself, not the end of `limit`
+            raise
+        return False
+    return True
+
+
+def lost_rank(name: str, label: str, error: RuntimeError) -> PeerLost:
+    """The error of process `name`, which waited for `label` until the engine raised `error`."""
     message = re.sub(r"^\[\S*\] ", "", str(error))  # without the place in the engine's own source
     reason = re.split(r"\.?(?:\s*\n|\. |$)", message, maxsplit=1)[0]
     return PeerLost(
@@ -270,7 +310,7 @@ class Engine:
         world = range(rendezvous.place.world_size)
         given = dist.get_backend_config() if dist.is_initialized() else None
         backends = backends_of(device, rendezvous.exchange("device", place_of(device)), given)
-        before = _sockets()  # the difference is the engine's: those that `close` may break
+        before = sockets()  # the difference is the engine's: those that `close` may break
         with one_family(), without_watchdog(device):
             if given is not None:
                 self._engine = dist.new_group(timeout=TIMEOUT, backend=backends)
@@ -278,7 +318,7 @@ class Engine:
                 store = dist.PrefixStore("engine", rendezvous.store)  # type: ignore[attr-defined]
                 dist.init_process_group(backends, store=store, rank=node.rank, world_size=len(world), timeout=TIMEOUT)
                 self._is_mine = True
-        self._connections = dict(_sockets().items() - before.items())
+        self._connections = dict(sockets().items() - before.items())
         self.group = ProcessGroup(node, world, self._engine)
 
     def close(self, *, failed: bool = False) -> None:
@@ -297,7 +337,8 @@ class Engine:
             dist.destroy_process_group(engine)
             return
         self._abort(engine)
-        self._break_connections()
+        break_connections(self._connections)
+        self._connections = {}
         destroying = Thread(target=_destroy_quietly, args=(engine,), name="end of the engine", daemon=True)
         destroying.start()
         destroying.join(DESTROY_SECONDS)
@@ -309,20 +350,21 @@ class Engine:
             with suppress(RuntimeError):  # only NCCL can
                 group._get_backend(self._device).abort()
 
-    def _break_connections(self) -> None:
-        for descriptor, _ in self._connections.items() & _sockets().items():
-            with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-                if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):  # sockets that listen stay
-                    connection.shutdown(socket.SHUT_RDWR)
-        self._connections = {}
-
 
 def _destroy_quietly(engine: dist.ProcessGroup | None) -> None:
     with suppress(RuntimeError):
         dist.destroy_process_group(engine)
 
 
-def _sockets() -> dict[int, str]:
+def break_connections(connections: Mapping[int, str]) -> None:
+    """End those of the `sockets` of a process that are still the same; this wakes the operations that wait in them."""
+    for descriptor, _ in connections.items() & sockets().items():
+        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+            if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):  # sockets that listen stay
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+def sockets() -> dict[int, str]:
     """The sockets of this process, by descriptor; empty where the system has no /proc."""
     found = {}
     with suppress(OSError):

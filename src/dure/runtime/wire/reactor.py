@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Protocol
 
 from dure.errors import PeerLost
@@ -141,6 +141,11 @@ class Reactor:
         else:
             self._selector.register(sock, mask, ready)
         self._masks[fd] = mask
+
+    def descriptors(self) -> Set[int]:
+        """The sockets that are watched, by descriptor."""
+        with self.lock:
+            return set(self._masks)
 
     def soon(self, callback: Callable[[], None]) -> None:
         """Run `callback` in the next turn."""

@@ -18,7 +18,7 @@ import errno
 import selectors
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 
 import torch
 
@@ -207,6 +207,10 @@ class Wire:
         if not self._reactor.lent:
             self._reactor.turn(timeout)
         return self._reactor.run_events()
+
+    def descriptors(self) -> Set[int]:
+        """The sockets that this wire waits for, by descriptor."""
+        return self._reactor.descriptors()
 
     def wake(self) -> None:
         """Make a `poll` in progress return soon. Any thread may call this."""

@@ -1,0 +1,130 @@
+"""A worker's part in a group that is formed again: `generations` has the driver's.
+
+    PeerLost or break_up -> leave the generation -> stopped -> connect -> catch up -> formed -> make the step again
+
+The gradients of a step that was not made are gone, with the part of the failed member. The step is made again with the
+mini-batches that were drawn for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from dure.core.state import State
+from dure.errors import PeerLost
+from dure.run.snapshots import DRIVER_ADDRESS
+from dure.runtime.process.formed_group import OPERATION_LIMIT, FormedGroup
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dure.job.data.split import BatchSampler
+    from dure.job.gradient import JobSource
+    from dure.run.setup import Setup
+    from dure.runtime.process.node import ProcessNode
+    from dure.sync.worker_state import WorkerState
+
+
+class Membership:
+    """The generations of the group of one worker, which it forms through the engine's store at `place`.
+
+    `fresh`: the worker does not have the model of the others yet.
+    """
+
+    def __init__(self, setup: Setup, node: ProcessNode) -> None:
+        self.group = FormedGroup(node)
+        self.fresh = False
+        self.place: Sequence[Any] = ()
+        self._setup, self._node = setup, node
+        self._ahead = 0
+        self._reason: str | None = None
+
+    def begin(self, worker: WorkerState, *, fresh: bool) -> None:
+        """Begin with a worker whose samples are those of its next step."""
+        self.fresh = fresh
+        self._ahead = _sampler_of(worker).number - worker.clock
+
+    def lost(self, error: PeerLost) -> None:
+        """Note that a collective has failed: the generation is over."""
+        self._reason = str(error)
+        self.group.end(self.group.number)
+
+    async def enter(self, worker: WorkerState) -> None:
+        """Be in a generation that is not over, with the model of the others."""
+        while self.group.is_over:
+            await self.group.dissolve()
+            said = {"steps": worker.clock, "fresh": self.fresh, "reason": self._reason}
+            reply = await self._call("stopped", **said)
+            self._reason = None
+            try:
+                await self.group.form(reply["generation"], reply["ranks"], self.place)
+                if reply["source"] is not None:
+                    await self._catch_up(worker, reply["source"])
+            except PeerLost as error:
+                self.lost(error)
+                continue
+            self._go_on(worker)
+            self._node.call(DRIVER_ADDRESS, "formed", generation=self.group.number)
+
+    async def through(self) -> bool:
+        """Wait until all members have come to the end of their work; False if the generation is over before."""
+        if (await self._call("through"))["over"]:
+            await self.group.dissolve()
+            return True
+        self.group.end(self.group.number)
+        return False
+
+    async def _call(self, method: str, **fields: Any) -> Mapping[str, Any]:
+        """Call the driver, which may answer after a step of the slowest worker."""
+        limit = OPERATION_LIMIT.total_seconds()
+        return (await self._node.call(DRIVER_ADDRESS, method, timeout=limit, **fields)).fields
+
+    async def _catch_up(self, worker: WorkerState, source: int) -> None:
+        """Take over the model and the optimizer of rank `source`, if it is ahead or this worker is fresh.
+
+        All are received beside the old values: the source may fail before it has sent the last.
+        """
+        optimizer = worker.optimizer.state()
+        refused = worker.refusals
+        counts = [worker.clock, optimizer.plain["steps"], refused.total, refused.in_a_row]
+        buffers = [] if worker.buffers is None else [worker.buffers]
+        tensors = [torch.tensor(counts), worker.params, *optimizer.tensors.values(), *buffers]
+        if source != self._node.rank:
+            tensors = [torch.empty_like(tensor) for tensor in tensors]
+        for tensor in tensors:
+            await self.group.broadcast(tensor, source)
+        clock, *counts = tensors[0].tolist()
+        if clock == worker.clock and not self.fresh:
+            return
+        params, *vectors = tensors[1 : 2 + len(optimizer.tensors)]
+        worker.params.copy_(params)
+        worker.optimizer.restore(State(dict(zip(optimizer.tensors, vectors, strict=True)), {"steps": counts[0]}))
+        if self.fresh:
+            worker.set_clock(clock)
+            worker.buffers = tensors[-1] if buffers else None  # one that is behind keeps its own
+        else:
+            worker.clock = clock  # its gradient is in the step of the others
+            refused.total += counts[2] > refused.in_a_row
+        refused.in_a_row = counts[2]
+        worker.pausing = bool(refused.in_a_row)
+        self.fresh = False
+
+    def _go_on(self, worker: WorkerState) -> None:
+        """Let the divisor follow the members, and the samples the worker's steps."""
+        sizes, ranks = self._setup.batch_sizes, self.group.ranks
+        total = sum(sizes[rank] for rank in ranks)
+        worker.total_weight, worker.world_size = float(total), len(ranks)
+        source = cast("JobSource", worker.source)
+        source.share = source.batch_size / total
+        # A step that is made again draws the same mini-batch, and a newcomer goes on at the step of the others.
+        _sampler_of(worker).number = worker.clock + self._ahead
+        worker.step_begun = False
+
+
+def _sampler_of(worker: WorkerState) -> BatchSampler:
+    source = cast("JobSource", worker.source)  # the only one of a run without stages and companions
+    assert source.sampler is not None  # no run on processes is timing-only
+    return source.sampler

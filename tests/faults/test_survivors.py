@@ -1,0 +1,97 @@
+"""The workers of bsp over collectives go on without one that is killed, exits or freezes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support import survivor_jobs
+from support.real_runs import Trial
+from support.survivors import Kills, members, reference
+
+from dure.run.checkpoint import load
+from dure.run.config import TrainConfig
+
+STEPS = 400
+
+
+def run(tmp_path, fork_server, kills, strategy="bsp collective", **options):
+    given = {"workers": 4, "steps": STEPS, "data": tmp_path, "frozen_after": 2.0, "eval_every": 1000} | options
+    trial = Trial(TrainConfig(job=f"{survivor_jobs.__file__}:noted", strategy=strategy, on="local", **given))
+    return trial, trial.run(kills, fork_server=fork_server)
+
+
+def check(trial, outcome, kills, folder, steps=STEPS):
+    """All survivors have one model: that of a plain loop with the same members at each step."""
+    assert not kills.left, "a kill was left out"
+    left = sorted(set(range(trial.setup.workers)) - {rank for _, rank, _ in kills.ended})
+    assert sorted(trial.driver.roster.finished) == [f"worker {rank}" for rank in left]
+    assert {report["steps"] for report in trial.driver.roster.finished.values()} == {steps}
+    generations = outcome.notes["generations"]
+    assert generations[-1]["ranks"] == left
+    assert set(trial.driver.roster.incarnations.values()) == {0}, "a process was started again"
+    models = [each.values for each in trial.driver.results.delivered.values()]
+    assert all(torch.equal(models[0], each) for each in models)
+    assert torch.equal(models[0], reference(trial, members(generations, steps), folder))
+
+
+@pytest.mark.parametrize("way", ["kill", pytest.param("exit", marks=pytest.mark.long)])
+def test_the_others_go_on_without_a_worker_that_ends(way, tmp_path, fork_server):
+    kills = Kills(1, seed=1, ways=[way])
+    trial, outcome = run(tmp_path, fork_server, kills)
+    check(trial, outcome, kills, tmp_path)
+    assert outcome.totals.failures_survived == 1
+
+
+@pytest.mark.long
+def test_the_others_go_on_without_a_frozen_worker_which_is_killed(tmp_path, fork_server):
+    kills = Kills(1, seed=1, ways=["stop"])
+    trial, outcome = run(tmp_path, fork_server, kills)
+    check(trial, outcome, kills, tmp_path)
+    (rank,) = (rank for _, rank, _ in kills.ended)
+    assert outcome.notes["deaths"] == {f"worker {rank}": "frozen: no heartbeat for 2 s"}
+
+
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(2, 40))])
+def test_the_last_of_four_goes_on_when_the_others_are_killed_while_the_group_is_formed(seed, tmp_path, fork_server):
+    kills = Kills(3, seed, ways=["kill", "exit"], burst=3)
+    trial, outcome = run(tmp_path, fork_server, kills, steps=STEPS // 2)
+    check(trial, outcome, kills, tmp_path, STEPS // 2)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(50))
+def test_fifty_workers_end_in_any_way_at_any_time(seed, tmp_path, fork_server):
+    kills = Kills(1, seed, ways=["kill", "exit", "stop"])
+    trial, outcome = run(tmp_path, fork_server, kills, steps=250)
+    check(trial, outcome, kills, tmp_path, 250)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(2, 20))])
+def test_checkpoints_and_rows_go_on_without_a_killed_worker(seed, tmp_path, fork_server):
+    kills = Kills(1, seed, until=0.8)
+    saving = {"out": tmp_path / "run", "checkpoint_every": 7, "eval_every": 11}
+    trial, outcome = run(tmp_path, fork_server, kills, **saving)
+    check(trial, outcome, kills, tmp_path)
+    last = load(tmp_path / "run" / "checkpoints")
+    assert last.parts["run"].plain["checkpoint"] == STEPS // 7 * 7
+    assert [row["step"] for row in outcome.history if row["step"] % 11 == 0] == list(range(11, STEPS, 11))
+    made = members(outcome.notes["generations"], STEPS)
+    for row in outcome.history:
+        assert row["updates"] == sum(map(len, made[: row["step"]]))
+    assert outcome.totals.counts["updates_applied"] == sum(map(len, made))
+
+
+@pytest.mark.long
+def test_a_run_that_lost_a_worker_is_resumed_with_all_of_them(tmp_path, fork_server):
+    """The worker that the checkpoint lacks gets the model from another, and goes on at its place in the samples."""
+    folder, kills = tmp_path / "run", Kills(1, seed=3)
+    saving = {"out": folder, "checkpoint_every": 10}
+    run(tmp_path, fork_server, kills, steps=100, **saving)
+    trial, outcome = run(tmp_path, fork_server, Kills(0, seed=0), **saving, resume=folder)
+    check(trial, outcome, Kills(0, seed=0), tmp_path)
+    assert [each["ranks"] for each in outcome.notes["generations"]][-2:] == [
+        [rank for rank in range(4) if rank != kills.ended[0][1]],
+        [0, 1, 2, 3],
+    ]
+    assert outcome.notes["generations"][-1]["step"] == 100
