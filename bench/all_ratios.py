@@ -63,6 +63,7 @@ MODEL = (
     "one_bit_feedback",
     "gossip_decay",
     "real_steps",
+    "survivors",
     "virtual_scale",
     "sealing",
     "rl_equal_time",

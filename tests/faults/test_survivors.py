@@ -23,12 +23,12 @@ def run(tmp_path, fork_server, kills, strategy="bsp collective", **options):
 def check(trial, outcome, kills, folder, steps=STEPS):
     """All survivors have one model: that of a plain loop with the same members at each step."""
     assert not kills.left, "a kill was left out"
-    left = sorted(set(range(trial.setup.workers)) - {rank for _, rank, _ in kills.ended})
+    left = sorted(set(range(trial.setup.workers)) - kills.gone)
     assert sorted(trial.driver.roster.finished) == [f"worker {rank}" for rank in left]
     assert {report["steps"] for report in trial.driver.roster.finished.values()} == {steps}
     generations = outcome.notes["generations"]
     assert generations[-1]["ranks"] == left
-    assert set(trial.driver.roster.incarnations.values()) == {0}, "a process was started again"
+    assert kills.again or set(trial.driver.roster.incarnations.values()) == {0}, "a process was started again"
     models = [each.values for each in trial.driver.results.delivered.values()]
     assert all(torch.equal(models[0], each) for each in models)
     assert torch.equal(models[0], reference(trial, members(generations, steps), folder))
@@ -95,3 +95,13 @@ def test_a_run_that_lost_a_worker_is_resumed_with_all_of_them(tmp_path, fork_ser
         [0, 1, 2, 3],
     ]
     assert outcome.notes["generations"][-1]["step"] == 100
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(2, 30))])
+def test_a_worker_that_is_started_again_gets_the_model_and_the_place_in_its_samples(seed, tmp_path, fork_server):
+    kills = Kills(3, seed, burst=2, again=True)
+    trial, outcome = run(tmp_path, fork_server, kills, steps=4 * STEPS)
+    check(trial, outcome, kills, tmp_path, 4 * STEPS)
+    (joined, *_) = (each for each in outcome.notes["generations"][1:] if len(each["ranks"]) == 4)
+    assert 0 < joined["step"] < 4 * STEPS

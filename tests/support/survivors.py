@@ -33,7 +33,8 @@ def times(folder: Path, pid: int) -> list[float]:
 class Kills:
     """Ends workers of a run at random moments, each by a random one of `ways`; at least one worker is left.
 
-    `burst` are the workers that are ended within 0.15 s of each other. `ended` has the time, the rank and the way.
+    `burst` are the workers that are ended within 0.15 s of each other. With `again`, each is started again once its end
+    is known. `ended` has the time, the rank and the way.
     """
 
     def __init__(
@@ -44,9 +45,11 @@ class Kills:
         ways: Sequence[str] = ("kill",),
         burst: int = 1,
         until: float = 0.5,
+        again: bool = False,
     ) -> None:
         self.random = random.Random(seed)
-        self.left, self.ways, self.burst, self.until = count, ways, burst, until
+        self.left, self.ways, self.burst, self.until, self.again = count, ways, burst, until, again
+        self.gone: set[int] = set()
         self.ended: list[tuple[float, int, str]] = []
         self.due: float | None = None
 
@@ -54,16 +57,20 @@ class Kills:
         driver, now = trial.driver, time.monotonic()
         if self.due is None:
             self.due = now + self.random.uniform(0.0, self.until)
+        for rank in sorted(self.gone) if self.again else ():
+            if f"worker {rank}" in driver.roster.failed and f"worker {rank}" in trial.fork_server.exited:
+                self.gone.discard(rank)
+                driver.start(f"worker {rank}")
         pids = trial.fork_server.pids
         ranks = sorted(int(name.split()[1]) for name in driver.roster.living() if name in pids)
-        gone = {rank for _, rank, _ in self.ended}
-        ranks = [rank for rank in ranks if rank not in gone]
+        ranks = [rank for rank in ranks if rank not in self.gone]
         if not self.left or now < self.due or len(ranks) < 2:
             return
         rank, way = self.random.choice(ranks), self.random.choice(self.ways)
         pid = pids[f"worker {rank}"]
         self.left -= 1
         self.ended.append((now, rank, way))
+        self.gone.add(rank)
         if way == "exit":
             assert trial.config.data is not None
             (trial.config.data / f"{pid}.exit").touch()

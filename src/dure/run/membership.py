@@ -89,27 +89,28 @@ class Membership:
         """
         optimizer = worker.optimizer.state()
         refused = worker.refusals
-        counts = [worker.clock, optimizer.plain["steps"], refused.total, refused.in_a_row]
+        counts = [worker.clock, self._ahead, optimizer.plain["steps"], refused.in_a_row]
         buffers = [] if worker.buffers is None else [worker.buffers]
-        tensors = [torch.tensor(counts), worker.params, *optimizer.tensors.values(), *buffers]
+        tensors = [torch.tensor(counts, device="cpu"), worker.params, *optimizer.tensors.values(), *buffers]
         if source != self._node.rank:
             tensors = [torch.empty_like(tensor) for tensor in tensors]
         for tensor in tensors:
             await self.group.broadcast(tensor, source)
-        clock, *counts = tensors[0].tolist()
+        clock, ahead, steps, in_a_row = tensors[0].tolist()
         if clock == worker.clock and not self.fresh:
             return
         params, *vectors = tensors[1 : 2 + len(optimizer.tensors)]
         worker.params.copy_(params)
-        worker.optimizer.restore(State(dict(zip(optimizer.tensors, vectors, strict=True)), {"steps": counts[0]}))
+        worker.optimizer.restore(State(dict(zip(optimizer.tensors, vectors, strict=True)), {"steps": steps}))
         if self.fresh:
             worker.set_clock(clock)
+            self._ahead = ahead
             worker.buffers = tensors[-1] if buffers else None  # one that is behind keeps its own
         else:
             worker.clock = clock  # its gradient is in the step of the others
-            refused.total += counts[2] > refused.in_a_row
-        refused.in_a_row = counts[2]
-        worker.pausing = bool(refused.in_a_row)
+            refused.total += in_a_row > refused.in_a_row
+        refused.in_a_row = in_a_row
+        worker.pausing = bool(in_a_row)
         self.fresh = False
 
     def _go_on(self, worker: WorkerState) -> None:
