@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from support import survivor_jobs
@@ -105,3 +107,24 @@ def test_a_worker_that_is_started_again_gets_the_model_and_the_place_in_its_samp
     check(trial, outcome, kills, tmp_path, 4 * STEPS)
     (joined, *_) = (each for each in outcome.notes["generations"][1:] if len(each["ranks"]) == 4)
     assert 0 < joined["step"] < 4 * STEPS
+
+
+@pytest.mark.long
+def test_connections_and_threads_of_a_generation_that_is_over_are_closed(tmp_path, fork_server):
+    """Those of worker 0 are as many after worker 3 has been killed and has joined again, three times."""
+    kills, held = Kills(3, seed=5, again=True), []
+
+    def act(trial):
+        generations = trial.driver.generations
+        if generations.runs() and len(generations.history[-1]["ranks"]) == 4 and trial.driver.steps("worker 0") > 10:
+            pid, number = trial.fork_server.pids["worker 0"], len(generations.history)
+            if not held or held[-1][0] != number:
+                held.append((number, len(os.listdir(f"/proc/{pid}/fd")), len(os.listdir(f"/proc/{pid}/task"))))
+        kills.only = {3}
+        kills(trial)
+
+    run(tmp_path, fork_server, act, steps=4 * STEPS)
+    assert len(held) >= 3
+    _, *first = held[0]
+    _, *last = held[-1]
+    assert last == first

@@ -34,7 +34,7 @@ class Kills:
     """Ends workers of a run at random moments, each by a random one of `ways`; at least one worker is left.
 
     `burst` are the workers that are ended within 0.15 s of each other. With `again`, each is started again once its end
-    is known. `ended` has the time, the rank and the way.
+    is known. `only` are the ranks that may be ended, all if None. `ended` has the time, the rank and the way.
     """
 
     def __init__(
@@ -50,6 +50,7 @@ class Kills:
         self.random = random.Random(seed)
         self.left, self.ways, self.burst, self.until, self.again = count, ways, burst, until, again
         self.gone: set[int] = set()
+        self.only: set[int] | None = None
         self.ended: list[tuple[float, int, str]] = []
         self.due: float | None = None
 
@@ -63,8 +64,13 @@ class Kills:
                 driver.start(f"worker {rank}")
         pids = trial.fork_server.pids
         ranks = sorted(int(name.split()[1]) for name in driver.roster.living() if name in pids)
-        ranks = [rank for rank in ranks if rank not in self.gone]
-        if not self.left or now < self.due or len(ranks) < 2:
+        ranks = [rank for rank in ranks if rank not in self.gone and (self.only is None or rank in self.only)]
+        if (
+            not self.left
+            or now < self.due
+            or len(driver.roster.living() - {f"worker {rank}" for rank in self.gone}) < 2
+            or not ranks
+        ):
             return
         rank, way = self.random.choice(ranks), self.random.choice(self.ways)
         pid = pids[f"worker {rank}"]

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 MOST_IN_VAIN = 3
 """Generations in a row that may end without a step, a failure or a newcomer before the run ends."""
 
+TOO_LATE = "the others had finished before it could join"
+
 
 class Stopped(NamedTuple):
     """A worker that waits for the next generation, after `steps`; one that is `fresh` does not have the model."""
@@ -84,7 +86,7 @@ class Generations:
             self._must_stop = True
             self._reason = call.fields["reason"] or self._reason
         elif self.over:
-            self._roster.evicted[call.caller] = "the others had finished before it could join"
+            self._roster.evicted[call.caller] = TOO_LATE
         self.look()
         return await answer
 
@@ -189,6 +191,8 @@ class Generations:
 
     def _end(self) -> None:
         self.over = True
+        for name in self._roster.living() - self._members:
+            self._roster.evicted[name] = TOO_LATE
         self._answer(self._through, over=True)
 
     def _answer(self, waiting: dict[str, Operation[Reply]], *, over: bool) -> None:
