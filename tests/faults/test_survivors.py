@@ -8,6 +8,7 @@ import pytest
 import torch
 from support import survivor_jobs
 from support.real_runs import Trial
+from support.survivor_jobs import MISSED
 from support.survivors import Kills, members, reference
 
 from dure.run.checkpoint import load
@@ -16,9 +17,9 @@ from dure.run.config import TrainConfig
 STEPS = 400
 
 
-def run(tmp_path, fork_server, kills, strategy="bsp collective", **options):
+def run(tmp_path, fork_server, kills, strategy="bsp collective", job="noted", **options):
     given = {"workers": 4, "steps": STEPS, "data": tmp_path, "frozen_after": 2.0, "eval_every": 1000} | options
-    trial = Trial(TrainConfig(job=f"{survivor_jobs.__file__}:noted", strategy=strategy, on="local", **given))
+    trial = Trial(TrainConfig(job=f"{survivor_jobs.__file__}:{job}", strategy=strategy, on="local", **given))
     return trial, trial.run(kills, fork_server=fork_server)
 
 
@@ -42,6 +43,15 @@ def test_the_others_go_on_without_a_worker_that_ends(way, tmp_path, fork_server)
     trial, outcome = run(tmp_path, fork_server, kills)
     check(trial, outcome, kills, tmp_path)
     assert outcome.totals.failures_survived == 1
+
+
+def test_a_worker_that_is_a_step_behind_gets_the_step_of_the_others(tmp_path):
+    kills = Kills(0, seed=0)
+    own = None  # a fork server of its own, whose copy of dure the job changes
+    trial, outcome = run(tmp_path, own, kills, job="one_misses_a_step", steps=100)
+    check(trial, outcome, kills, tmp_path, 100)
+    assert [each["step"] for each in outcome.notes["generations"]] == [0, MISSED + 1]
+    assert outcome.totals.counts["updates_applied"] == 4 * 100
 
 
 @pytest.mark.long
