@@ -11,7 +11,8 @@ from dure.core.deployment import ACTOR, REPLAY, Deployment, NodeId, NodeSpec, Wh
 from dure.core.node import Call
 from dure.errors import DureError
 from dure.run.failures import LIMIT
-from dure.run.supervisor import AGAIN_SECONDS, GONE_SECONDS, CompanionTracker
+from dure.run.replacement import AGAIN_SECONDS, GONE_SECONDS
+from dure.run.supervisor import CompanionTracker
 
 KILLED, RAISED = -9, 1
 

@@ -11,6 +11,7 @@ from support.wording import raising
 from dure.core.deployment import SERVER, WORKER, Deployment, NodeId, NodeSpec, WhenLost
 from dure.errors import DureError
 from dure.run.failures import FailureTracker
+from dure.run.replacement import Replacements
 from dure.run.roster import ProcessRoster, RunProgress
 from dure.run.supervisor import Supervisor
 from dure.runtime.launch.fork_server import LOADER as FORK_SERVER
@@ -40,8 +41,10 @@ class Given:
             topology=topology,
             batch_sizes=(8, 8),
             config=SimpleNamespace(frozen_after=3.0),
+            replaces=True,
             **every,
         )
+        self.now = 1.0
         self.roster = ProcessRoster(deployment)
         self.roster.ready |= self.roster.expected
         self.roster.incarnations |= dict.fromkeys(self.roster.expected, 0)
@@ -61,9 +64,10 @@ class Given:
             restarts=self.restarts,
             liveness=SimpleNamespace(look=lambda watched: None, frozen=self._frozen, described=lambda watched: ""),
             begun=SimpleNamespace(done=begun),
-            now=lambda: 1.0,
+            now=lambda: self.now,
             go_on_without=self.without.append,
             companions=Recorder(),
+            replacements=Replacements(self.progress.steps),
         )
 
     def _frozen(self, watched):
@@ -143,6 +147,16 @@ def test_a_frozen_worker_that_could_do_harm_later_is_killed(options):
 def test_the_last_worker_that_freezes_ends_the_run():
     given = Given()
     given.supervisor.failed("worker 0", "exit status 1")
+    given.freeze("worker 1")  # the other may be started again
+    given.launcher.exited, given.now = {"worker 0": 1}, 2.0
+    with raising(DureError, "worker 1,"):
+        given.supervisor.due()
+
+
+def test_the_last_worker_that_freezes_ends_a_run_that_starts_none_again():
+    given = Given()
+    given.supervisor.setup.replaces = False
+    given.supervisor.failed("worker 0", "exit status 1")
     with raising(DureError, "worker 1,"):
         given.freeze("worker 1")
 
@@ -159,3 +173,42 @@ def test_a_worker_that_the_clock_evicts_is_gone_on_without_once():
     given.supervisor.evicted_by_clock("worker 1")
     assert given.without == ["worker 1"]
     assert given.roster.evicted == {"worker 1": "no progress while others waited for it"}
+
+
+# ---- workers that are started again
+
+
+@pytest.mark.parametrize(("status", "again"), [(-signal.SIGKILL, ["worker 1"]), (1, []), (0, [])])
+def test_a_worker_that_was_killed_is_started_again_and_one_that_ended_itself_is_not(status, again):
+    given = Given()
+    given.supervisor.disconnected(loss())
+    given.now = 2.0
+    assert given.supervisor.due() == []  # its exit is not known yet
+    assert list(given.supervisor.replacements.awaited) == ["worker 1"]
+    given.launcher.exited = {"worker 1": status}
+    assert given.supervisor.due() == again
+    assert not given.supervisor.replacements.awaited
+
+
+def test_a_worker_whose_exit_nobody_reports_is_given_up():
+    given = Given()
+    given.supervisor.disconnected(loss())
+    given.now = 1000.0
+    assert given.supervisor.due() == []
+    assert not given.supervisor.replacements.awaited
+
+
+def test_nobody_is_started_again_once_nobody_has_the_model():
+    given = Given()
+    given.roster.servers = []
+    for name in ("worker 0", "worker 1"):
+        given.supervisor.disconnected(loss(name))
+    given.launcher.exited = dict.fromkeys(("worker 0", "worker 1"), -signal.SIGKILL)
+    given.now = 1000.0
+    assert given.supervisor.due() == []
+
+
+def test_nobody_is_started_again_before_the_run_has_begun():
+    given = Given(begun=False)
+    given.supervisor.disconnected(loss())
+    assert not given.supervisor.replacements.awaited

@@ -19,6 +19,7 @@ def test_a_checkpoint_keeps_all_of_it():
         at={0: 9, 2: 7},
         passed=23,
         away={2},
+        steps={1: 4, 3: 6},
     )
     plain = json.loads(json.dumps(attendance.plain()))
     assert all(getattr(attendance, each.name) for each in fields(Attendance))

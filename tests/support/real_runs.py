@@ -32,9 +32,10 @@ JOBS = Path(faulty_jobs.__file__)
 
 
 def configured(job: str, strategy: str, **options: Any) -> TrainConfig:
-    """A run on this machine of one of `faulty_jobs`, or of a built-in job."""
+    """A run on this machine of one of `faulty_jobs`, or of a built-in job. No killed worker is replaced."""
     name = job if "-" in job or job == "quadratic" else f"{JOBS}:{job}"
-    return TrainConfig(**{"job": name, "strategy": strategy, "on": "local", "eval_every": 1000} | options)
+    plain = {"job": name, "strategy": strategy, "on": "local", "eval_every": 1000, "replace": False}
+    return TrainConfig(**plain | options)
 
 
 class Driven(Driver):

@@ -212,6 +212,9 @@ class RunOptions(Checked):
     frozen_after: Changes[Seconds] = 30.0
     """Seconds without a heartbeat after which a process of a real run counts as frozen: the others go on without it, or
     the run ends. A link between hosts that is down for less ends nothing."""
+    replace: Changes[bool] = True
+    """Start a worker of a real run again after it was killed, if the others go on without it: --no-replace leaves it
+    out. A worker that has raised an error is not started again, nor one that dies six times without a step."""
     grace: Changes[NonNegative] = 10.0
     """Seconds that a real run with checkpoints has after Ctrl-C or SIGTERM, to write a last one; 0 for none."""
     out: Path | None = None

@@ -58,6 +58,7 @@ from dure.run.leases import Leases
 from dure.run.outcome import Outcome, count_stages
 from dure.run.places import Launcher
 from dure.run.process import COUNTED, FaultSettings
+from dure.run.replacement import Replacements
 from dure.run.roster import Commands, ProcessRoster, Registration, RunProgress
 from dure.run.scaling import Scaling
 from dure.run.snapshots import Delivered, Results
@@ -134,6 +135,7 @@ class Driver(RemoteService):
         self.generations = self._generations()
         given: dict[str, Any] = {"roster": roster, "folder": self.folder}
         self.failures = FailureTracker(self.launcher, node.loop, str(setup.strategy), setup.deployment, **given)
+        self.replacements = Replacements(progress.steps)
         self.supervisor = Supervisor(
             setup=setup,
             launcher=self.launcher,
@@ -145,6 +147,7 @@ class Driver(RemoteService):
             now=self._seconds,
             go_on_without=self._go_on_without,
             companions=self.companions,
+            replacements=self.replacements,
             **shared,
         )
         self.scaling: Scaling | None = None
@@ -158,6 +161,7 @@ class Driver(RemoteService):
                 roster=roster,
                 commands=commands,
                 launcher=self.launcher,
+                replacements=self.replacements,
                 start=self.start,
             )
 
@@ -197,7 +201,8 @@ class Driver(RemoteService):
             self.commands.introduce(name)
         store = None if self.store is None else self.store.place
         directory = {name: list(place) for name, place in self.roster.places.items()}
-        return Reply({"directory": directory, "store": store, "newcomer": newcomer})
+        steps = self.progress.steps(name)
+        return Reply({"directory": directory, "store": store, "newcomer": newcomer, "steps": steps})
 
     @remote(NODES)
     async def _ready(self, call: Call) -> Reply:
@@ -209,6 +214,7 @@ class Driver(RemoteService):
         go = {"seconds": self.node.now(), "evaluates": evaluates}
         if call.caller in self.roster.companions:
             return Reply({**go, "figures": self.companions.begin(call.caller)})
+        self.replacements.begin(call.caller)
         return Reply({**go, "suspending": self.checkpoints.suspending, "checkpoint": self.checkpoints.due})
 
     @remote(WORKERS, steps=COUNT, at=COUNT, done=COUNT, loss=nullable(NUMBER), bytes=COUNT)
@@ -396,9 +402,11 @@ class Driver(RemoteService):
             self.start(name, resume=self.folder)
         for name in self.companions.due(self._seconds(), self.launcher.exited):
             self.start(name)
+        for name in self.supervisor.due():
+            self.start(name)
         if self.scaling is not None and self.registration.begun.done:
             self.scaling.look(self.node.now())
-        self.failures.check(self.roster.workers, self.restarts)
+        self.failures.check(self.roster.workers, self.restarts, self.replacements.awaited)
         if self.generations is not None:
             self.generations.look()  # a checkpoint may have been complete since
             self.generations.check()
@@ -429,7 +437,8 @@ class Driver(RemoteService):
         through = self.registration.begun.done and self.roster.all_finished
         through = through and (self.scaling is None or not self.leases.left)
         told = not self.failures.reported  # the next look raises one, once it is explained
-        return through and told and not self.restarts.awaited and self.roster.ready.issuperset(self.roster.servers)
+        awaited = self.restarts.awaited or self.replacements.awaited
+        return through and told and not awaited and self.roster.ready.issuperset(self.roster.servers)
 
     # ---- its part of a checkpoint, and the end
 

@@ -307,8 +307,11 @@ class FailureTracker:
         """The failed processes that were killed, by a signal from outside or by the run itself."""
         return [name for name in self._failed if name in self.reasons or self._launcher.exited.get(name, 0) < 0]
 
-    def check(self, workers: Collection[str], restarts: RestartPolicy) -> None:
-        """Raise the error that ends the run, if any; the failure of a server that is started again is none."""
+    def check(self, workers: Collection[str], restarts: RestartPolicy, replaced: Collection[str] = ()) -> None:
+        """Raise the error that ends the run, if any; the failure of a process that is started again is none.
+
+        These are servers of `restarts`, and the `replaced` workers.
+        """
         if self.own_errors:
             raise min(self.own_errors, key=lambda error: not isinstance(error, errors.DivergedError))
         for name in self._failed:
@@ -321,7 +324,7 @@ class FailureTracker:
                     kind, "its model is gone" if alone else f"{self._strategy} needs all workers"
                 )
                 raise DureError(f"{name} failed: {self.cause(name)}; {loss}{again}.{self._advice(name)}")
-        if workers and all(name in self._failed for name in workers):
+        if workers and not replaced and all(name in self._failed for name in workers):
             first = next(iter(name for name in self._failed if name in workers))
             if self._explained(first):
                 raise DureError(

@@ -307,7 +307,8 @@ class WorkerProcess(RunProcess):
             lead_engine(where[0])
             node.collectives = self._groups(reply.fields["store"])
         start = parts["run"].plain["checkpoint"] if parts else 0
-        self.worker = worker = build_worker(setup, node, node.rank, node.meter, start=start)
+        steps = reply.fields["steps"] if self.membership is None else 0  # its group brings a newcomer up to date
+        self.worker = worker = build_worker(setup, node, node.rank, node.meter, start=start, steps=steps)
         if worker.over_servers:
             worker.server.client.return_seconds = self.fault_settings.return_seconds
         engine = node.gradient_engine
@@ -324,7 +325,7 @@ class WorkerProcess(RunProcess):
         if setup.topology.needs_everybody and engine is not None:
             engine.read_in_place(worker.params)  # no server replaces them
         self.snapshots.resume(worker.clock)
-        await self._join(newcomer=reply.fields["newcomer"] or bool(parts), resumed=resumed)
+        await self._join(newcomer=reply.fields["newcomer"] or bool(parts), resumed=resumed, steps=steps)
         go = await node.call(DRIVER_ADDRESS, "ready")
         node.begin(go.fields["seconds"])
         self.snapshots.evaluates = go.fields["evaluates"]
@@ -333,11 +334,11 @@ class WorkerProcess(RunProcess):
         await self._work()
         await self._finish()
 
-    async def _join(self, *, newcomer: bool, resumed: bool) -> None:
+    async def _join(self, *, newcomer: bool, resumed: bool, steps: int) -> None:
         """Join the others, unless this worker goes on from a checkpoint."""
         worker = self.worker
         if not resumed:
-            await lifecycle.join(worker, newcomer=newcomer, period=self.setup.period)
+            await lifecycle.join(worker, newcomer=newcomer, period=self.setup.period, steps=steps)
         if self.membership is not None:
             self.membership.begin(worker, fresh=newcomer and not resumed)
         self._began = worker.clock

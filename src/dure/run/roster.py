@@ -238,6 +238,7 @@ class RunProgress:
         self.totals = Totals()
         self.reports: dict[str, Mapping[str, Any]] = {}
         self.at: dict[str, int] = {}
+        self._steps: dict[str, int] = {}
         self.refused_of_failed = 0
         self._setup = setup
         self._roster = roster
@@ -252,6 +253,11 @@ class RunProgress:
     def report(self, name: str, fields: Mapping[str, Any]) -> None:
         self.reports[name] = fields
         self.at[name] = fields["at"]
+        self._steps[name] = int(fields["steps"])
+
+    def steps(self, name: str) -> int:
+        """The steps that a worker has last reported, in this incarnation or an earlier one."""
+        return self._steps.get(name, 0)
 
     def samples(self) -> int:
         """Samples that all workers have used so far."""

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from dure.run.config import WorkerRange
     from dure.run.leases import Leases
     from dure.run.places import Launcher
+    from dure.run.replacement import Replacements
     from dure.run.roster import Commands, ProcessRoster
     from dure.runtime.launch.interruption import Interruption
 
@@ -74,12 +75,14 @@ class Scaling:
         roster: ProcessRoster,
         commands: Commands,
         launcher: Launcher,
+        replacements: Replacements,
         start: Callable[[str], None],
     ) -> None:
         self._elastic, self._folder = elastic, folder
         self._target = elastic.least
         self._leases, self._roster, self._commands = leases, roster, commands
         self._launcher, self._start = launcher, start
+        self._replacements = replacements
         self._retiring = set[str]()
         self._looked = 0.0
         self._shown: RunSize | None = None
@@ -92,12 +95,19 @@ class Scaling:
             self._read_request()
         present = self._present()
         for name in present[self._target :]:
-            self._retiring.add(name)
-            self._commands.retire(name)
+            self._retire(name)
         if self._leases.free:
             for name in self._absent()[: max(0, self._target - len(present))]:
                 self._start(name)
         self._show()
+
+    def _retire(self, name: str) -> None:
+        if name in self._replacements.awaited:
+            self._replacements.give_up(name)
+            self._roster.retire(name)
+        else:
+            self._retiring.add(name)
+            self._commands.retire(name)
 
     def retired(self, name: str) -> None:
         """Note that a worker has retired, as it was asked to or after a warning."""
@@ -110,8 +120,8 @@ class Scaling:
                 (self._folder / name).unlink(missing_ok=True)
 
     def _present(self) -> list[str]:
-        """The workers that count: those that work or start, without those that retire, in the order of ranks."""
-        return by_rank(self._roster.living() - self._retiring)
+        """The workers that count: those that work, start or are replaced, and do not retire, in the order of ranks."""
+        return by_rank((self._roster.living() | set(self._replacements.awaited)) - self._retiring)
 
     def _absent(self) -> list[str]:
         """The workers that can be started: their earlier processes, if any, have ended."""

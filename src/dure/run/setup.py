@@ -267,6 +267,11 @@ class Setup:
         started_here = is_real(self.config.on) and not is_started_outside(self.config.on)  # else an agent restarts all
         return strategy and whole and on_cpu and self.traits.regroups and started_here
 
+    @property
+    def replaces(self) -> bool:
+        """Whether workers that are killed are started again, where the others go on without them."""
+        return self.config.replace and not is_started_outside(self.config.on)
+
     @cached_property
     def deployment(self) -> Deployment:
         """The nodes of this run: workers, companions, servers."""

@@ -2,8 +2,8 @@
 
 | process                        | its connection ends         | it sends no heartbeats                                |
 |--------------------------------|-----------------------------|-------------------------------------------------------|
-| worker that others can lose    | the others go on without it | it is evicted and may come back; where it writes to   |
-|                                |                             | memory of others, it is killed                        |
+| worker that others can lose    | the others go on; if it was | it is evicted and may come back; where it writes to   |
+|                                | killed, it is started again | memory of others, it is killed                        |
 | worker that others cannot lose | the run ends                | it is killed, and the run ends                        |
 | server                         | it is started again, or the | it is killed; then as if its connection had ended     |
 |                                | run ends (`failures`)       |                                                       |
@@ -15,7 +15,6 @@
 from __future__ import annotations
 
 import signal
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -25,6 +24,7 @@ from dure.core.node import Call, Reply
 from dure.core.text import log
 from dure.errors import DureError, Refused
 from dure.run.failures import LIMIT
+from dure.run.replacement import Replacements
 from dure.run.setup import companions_of
 from dure.runtime.launch.fork_server import LOADER as FORK_SERVER
 
@@ -38,31 +38,21 @@ if TYPE_CHECKING:
     from dure.runtime.wire import Loss
 
 
-AGAIN_SECONDS = 0.05
-"""Seconds until a companion that the run can lose is started again; twice as long for each failure in vain before."""
-
-
-GONE_SECONDS = 10.0
-"""Seconds after which a failed process without a reported exit is gone: under torchrun, only rank 0 reports exits."""
-
 MOST_FIGURES = 100
 
 
 class CompanionTracker:
     """Keeps the last figures of each companion, and says which are to be started now.
 
-    A companion that the run can lose is started again after a failure, and counts on from its last figures. A failure
-    is *in vain* if the process has raised an error, or has reported no progress since its start. After `LIMIT` of them
-    the next one ends the run. `cause` gives the cause of a failure in words.
+    A companion that the run can lose is started again after a failure, and counts on from its last figures. After
+    `LIMIT` failures in vain the next one ends the run. `cause` gives the cause of a failure in words.
     """
 
     def __init__(self, setup: Setup, cause: Callable[[str], str]) -> None:
         self._setup, self._cause = setup, cause
         self._last: dict[str, Figures] = {}
-        self._at_start: dict[str, Figures] = {}
-        self._in_vain: Counter[str] = Counter()
+        self._again = Replacements(lambda name: self._last.get(name, {}))
         self._late = {str(node.id): node.joins_after for node in companions_of(setup.deployment) if node.joins_after}
-        self._due: dict[str, float] = {}
 
     def report(self, call: Call) -> Reply:
         """Note the figures of a companion."""
@@ -73,14 +63,13 @@ class CompanionTracker:
 
     def begin(self, name: str) -> Figures:
         """Note that a companion begins to work; returns the figures from which it counts on."""
-        found = self._last.get(name, {}) if self._is_spare(name) else {}
-        self._at_start[name] = found
-        return found
+        self._again.begin(name)
+        return self._last.get(name, {}) if self._is_spare(name) else {}
 
     def failed(self, name: str, now: float) -> None:
         """Note that a companion has failed. One that the run can lose is started again."""
         if self._is_spare(name):
-            self._due[name] = now + AGAIN_SECONDS * 2 ** self._in_vain[name]
+            self._again.failed(name, now)
 
     def due(self, now: float, exited: Mapping[str, int]) -> list[str]:
         """The companions to be started now: the failed, once their processes have ended, and the late.
@@ -88,13 +77,12 @@ class CompanionTracker:
         Raises:
             DureError: a companion has failed in vain too often, or one that a worker needs is gone.
         """
-        self._check_gone(
-            [name for name, when in self._due.items() if when + GONE_SECONDS <= now and name not in exited]
-        )
-        failed = [name for name, when in self._due.items() if when <= now and name in exited]
+        self._check_gone(self._again.gone(now, exited))
+        failed = self._again.due(now, exited)
         for name in failed:
-            del self._due[name]
-            self._count(name, killed=exited[name] < 0)
+            times = self._again.in_vain(name)
+            if times > LIMIT:
+                raise DureError(f"{name} failed: {self._cause(name)}; it has failed {times} times in a row.")
         late = [name for name, when in self._late.items() if when <= now]
         for name in late:
             del self._late[name]
@@ -110,14 +98,6 @@ class CompanionTracker:
 
     def _is_spare(self, name: str) -> bool:
         return self._setup.deployment[name].when_lost is WhenLost.GO_ON
-
-    def _count(self, name: str, *, killed: bool) -> None:
-        if killed and self._last.get(name, {}) != self._at_start.get(name, {}):
-            self._in_vain[name] = 0
-            return
-        self._in_vain[name] += 1
-        if self._in_vain[name] > LIMIT:
-            raise DureError(f"{name} failed: {self._cause(name)}; it has failed {self._in_vain[name]} times in a row.")
 
     def figures(self) -> dict[str, Figures]:
         """The figures of each companion, those before failures included."""
@@ -138,7 +118,7 @@ class Supervisor:
     """Decides what follows from failures and freezes.
 
     `go_on_without` is called with the name of a worker that is not waited for any longer. `begun` is done once all
-    processes were ready.
+    processes were ready. `replacements` are the workers that are started again.
     """
 
     setup: Setup
@@ -153,6 +133,7 @@ class Supervisor:
     now: Callable[[], float]
     go_on_without: Callable[[str], None]
     companions: CompanionTracker
+    replacements: Replacements
 
     def can_lose(self, name: str) -> bool:
         """Whether the run can continue without a process."""
@@ -183,6 +164,37 @@ class Supervisor:
         if name not in self.roster.ready and self.roster.servers:
             self.commands.tell_clock("lost", name)
         self.go_on_without(name)
+        if self.begun.done and self.setup.replaces:
+            self.replacements.failed(name, self.now())
+
+    def due(self) -> list[str]:
+        """The workers that were killed, and are to be started again now."""
+        now, exited = self.now(), self.launcher.exited
+        if not self.has_model:  # a newcomer would begin with the initial one
+            for name in list(self.replacements.awaited):
+                self.replacements.give_up(name)
+        for name in self.replacements.gone(now, exited):
+            self.replacements.give_up(name)
+        found = self.replacements.due(now, exited)
+        again = [name for name in found if exited[name] < 0 and self.replacements.in_vain(name) <= LIMIT]
+        for name in found:
+            text = "is started again" if name in again else "is not started again; the others go on without it"
+            log.warning("%s %s.", name, text)
+        if len(again) < len(found):
+            self._check_left()
+        return again
+
+    def _check_left(self) -> None:
+        """Raise `DureError` if all workers that have not failed are evicted."""
+        roster = self.roster
+        if roster.evicted and not (roster.finished or roster.living() or self.replacements.awaited):
+            name, reason = list(roster.evicted.items())[-1]
+            raise DureError(f"no worker is left; the last of them, {name}, is {reason}.")
+
+    @property
+    def has_model(self) -> bool:
+        """Whether a server or a living worker has the model of the run."""
+        return bool(self.roster.servers or self.roster.living())
 
     def evicted_by_clock(self, name: str) -> None:
         """Note that the clock has evicted a worker that makes no progress."""
@@ -233,5 +245,4 @@ class Supervisor:
             self.commands.tell_neighbors(name)
         if self.roster.servers:
             self.commands.tell_clock("frozen", name)
-        if not self.roster.finished and not self.roster.living():
-            raise DureError(f"no worker is left; the last of them, {name}, is {reason}.")
+        self._check_left()

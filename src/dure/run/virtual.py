@@ -292,7 +292,8 @@ class VirtualSegment:
 
     def _start_worker(self, rank: int, parts: Parts | None, *, newcomer: bool = False) -> None:
         node = self.runtime.nodes[f"worker {rank}"]
-        worker = build_worker(self.setup, node, rank, node.meter, start=self.companions.start)
+        steps = self.attendance.steps.get(rank, 0) if newcomer else 0
+        worker = build_worker(self.setup, node, rank, node.meter, start=self.companions.start, steps=steps)
         self.setup.of_worker(rank).topology.attach(worker, self.shards)
         worker.boundary = self._boundary
         worker.on_step, worker.on_abort, worker.on_boundary = self._callbacks
@@ -308,15 +309,15 @@ class VirtualSegment:
         self.workers[rank] = worker
         if self.setup.reports(rank):
             self.first = min(self.first, rank)
-        role = node.spawn(self._role(worker, join=part is None, newcomer=newcomer), f"worker {rank}")
+        role = node.spawn(self._role(worker, steps, join=part is None, newcomer=newcomer), f"worker {rank}")
         role.when_done(lambda: self._ended(rank))
         self.roles[rank] = role
 
     # ---- work of a worker
 
-    async def _role(self, worker: WorkerState, *, join: bool, newcomer: bool) -> None:
+    async def _role(self, worker: WorkerState, steps: int, *, join: bool, newcomer: bool) -> None:
         if join:
-            await lifecycle.join(worker, newcomer=newcomer, period=self.setup.period)
+            await lifecycle.join(worker, newcomer=newcomer, period=self.setup.period, steps=steps)
         await work_through(self.setup.sync, worker, self.setup.period)
         await lifecycle.leave(worker)
 
@@ -372,6 +373,7 @@ class VirtualSegment:
             self.companions.crash(self.setup.machine_nodes[rank])
             return
         self.attendance.crashed.add(rank)
+        self.attendance.steps[rank] = self.workers[rank].clock
         self.last_crash = self.runtime.kernel.now
         self.totals.failures_survived += 1
         self.runtime.lose(self.runtime.nodes[f"worker {rank}"])

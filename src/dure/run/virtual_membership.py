@@ -18,7 +18,7 @@ class Attendance:
 
     `away` workers have been evicted and may come back. `deaths` has the reasons of quarantines. `refused` gradients of
     workers that have ended held NaN or infinity. `done` counts steps of all workers, also those made in vain; `passed`
-    counts their step boundaries. `at` has the last step boundary of each worker.
+    counts their step boundaries. `at` has the last step boundary of each worker, `steps` the steps of crashed ones.
     """
 
     crashed: set[int] = field(default_factory=set)
@@ -30,6 +30,7 @@ class Attendance:
     at: dict[int, int] = field(default_factory=dict)
     passed: int = 0
     away: set[int] = field(default_factory=set)
+    steps: dict[int, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, plain: Mapping[str, Any]) -> Attendance:
@@ -44,6 +45,7 @@ class Attendance:
             at=dict(plain.get("at", ())),
             passed=plain.get("passed", 0),
             away=set(plain.get("away", ())),
+            steps=dict(plain.get("steps", ())),
         )
 
     def plain(self) -> dict[str, Any]:
@@ -58,6 +60,7 @@ class Attendance:
             "at": sorted(self.at.items()),
             "passed": self.passed,
             "away": sorted(self.away),
+            "steps": sorted(self.steps.items()),
         }
 
     def works(self, rank: int) -> bool:

@@ -59,10 +59,12 @@ class WorkerData:
         """A sampler of worker `rank`, at its first batch."""
         return copy(self.samplers[rank])
 
-    def source(self, rank: int) -> JobSource:
-        """The source of the gradients of worker `rank`, at its first batch."""
+    def source(self, rank: int, number: int = 0) -> JobSource:
+        """The source of the gradients of worker `rank`, at its batch `number`."""
         size = self.batch_sizes[rank]
         sampler = None if self.timing_only else self.sampler(rank)
+        if sampler is not None and number and not self.leased:
+            sampler.number = number
         flops = self.job.flops_per_sample * size if self.modelled else 0.0
         return JobSource(self.job.train, sampler, batch_size=size, share=size / self.total, seed=self.seed, flops=flops)
 

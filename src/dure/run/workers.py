@@ -103,11 +103,12 @@ def _takes_remat(pipeline: Pipeline) -> bool:
         return False
 
 
-def build_worker(run: Setup, node: Node, number: int, meter: Meter, *, start: int = 0) -> WorkerState:
+def build_worker(run: Setup, node: Node, number: int, meter: Meter, *, start: int = 0, steps: int = 0) -> WorkerState:
     """Build worker `number` of a run on `node`, with its replica, its data and its sessions with servers or group.
 
     In a pipeline its replica is its stage, and it is one of the workers that have the same stage. `start` is the step
-    of the checkpoint that the run starts from.
+    of the checkpoint that the run starts from. A worker that was killed had made `steps`: this one goes on with the
+    mini-batches after them.
     """
     setup, rank, source, under_number = run, number, _companions_source(run, node, number, start, meter), node
     if run.stages is not None:
@@ -121,7 +122,7 @@ def build_worker(run: Setup, node: Node, number: int, meter: Meter, *, start: in
         params=model.params,
         optimizer=_optimizer(setup, clips=run.stages is None),  # a stage clips by the norm over all stages
         rates=model.rates.at if model.rates else None,
-        source=source or setup.data.source(rank),
+        source=source or setup.data.source(rank, steps),
         meter=meter,
         boundary=setup.boundary(),
         total_weight=float(setup.data.total),

@@ -15,11 +15,12 @@ if TYPE_CHECKING:
     from dure.sync.worker_state import WorkerState
 
 
-async def join(worker: WorkerState, *, newcomer: bool, period: int = 1) -> None:
+async def join(worker: WorkerState, *, newcomer: bool, period: int = 1, steps: int = 0) -> None:
     """Enter the servers' clock, each tick of which is `period` mini-batches, and the neighbors of a gossip.
 
     A newcomer begins at the clock of the last synchronization if the other workers sent it with their figures;
-    otherwise at the clock of the slowest worker, and in gossip at the clock of a neighbor.
+    otherwise at the clock of the slowest worker, and in gossip at the clock of a neighbor. Where no worker waits for
+    another, it goes on after the `steps` of the worker that it replaces.
     """
     sessions = worker.sessions
     if sessions.peer is not None and newcomer:
@@ -30,10 +31,14 @@ async def join(worker: WorkerState, *, newcomer: bool, period: int = 1) -> None:
     if not newcomer:
         return  # the workers of the start begin together, at clock 0
     worker.stats = sessions.server.client.stats
-    if worker.boundary.alone and not worker.stats:
-        return  # no worker has ended yet, so this one works like the others, from its own clock
-    synchronized = min((stats["clock"] for stats in worker.stats), default=joined.clock * period)
+    ends_alone = (
+        worker.boundary.alone and not worker.stats
+    )  # no worker has ended yet, so this one works like the others
+    begun = steps if ends_alone or joined.clock is None else joined.clock * period
+    synchronized = min((stats["clock"] for stats in worker.stats), default=begun)
     worker.clock = worker.joined_at = worker.given = int(synchronized)
+    if ends_alone:
+        return
     if sessions.memory is None:  # a model in shared memory needs no pull
         await sessions.server.pull()
 
@@ -44,7 +49,7 @@ async def rejoin(worker: WorkerState, period: int = 1) -> None:
     worker.asking = False  # the eviction ended the wait for admission
     if worker.boundary.leased is not None:
         worker.boundary.leased.drop()
-    await join(worker, newcomer=True, period=period)
+    await join(worker, newcomer=True, period=period, steps=worker.clock)
     worker.joined_at = worker.clock - done
 
 

@@ -43,10 +43,10 @@ Start = Callable[[], "Operation[Reply]"]
 
 
 class Joined(NamedTuple):
-    """The state in which a newcomer enters."""
+    """The state in which a newcomer enters. `clock`: that of the slowest worker, None where none waits for another."""
 
     version: int
-    clock: int
+    clock: int | None
     incarnation: int
 
 

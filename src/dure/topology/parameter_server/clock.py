@@ -229,7 +229,7 @@ class ClockService(RemoteService):
 
     @remote(WORKERS, worker=OWN)
     def _join(self, call: Call) -> Reply:
-        """Enter, at the slowest clock and under a new incarnation: version, clock, incarnation."""
+        """Enter, at the slowest clock and under a new incarnation: version, clock (None if none waits), incarnation."""
         worker = call.fields["worker"]
         if worker in self._expected:
             self._expected.remove(worker)
@@ -244,7 +244,7 @@ class ClockService(RemoteService):
                 self._carry_out(self.policy.join(worker))
         self._pins.pin(worker, self._pins.newest)  # it pulls this version next: a group may close before it does
         self.progress.begin(worker)
-        clock = 0 if self.policy is None else self.policy.clocks[worker]
+        clock = None if self.policy is None else self.policy.clocks[worker]
         joined = {"version": self._pins.newest, "clock": clock, "incarnation": self.incarnations[worker]}
         return self._with_notes(Reply(joined))
 
