@@ -57,7 +57,15 @@ def run(fork_server):
         "downpour ps:shards=2",
         *(
             pytest.param(each, marks=pytest.mark.long)
-            for each in ("ssp:bound=3 ps:shards=2", "bsp ps", "hogwild", "ad-psgd", "easgd:period=4", "k-async:k=2 ps")
+            for each in (
+                "bsp collective",
+                "ssp:bound=3 ps:shards=2",
+                "bsp ps",
+                "hogwild",
+                "ad-psgd",
+                "easgd:period=4",
+                "k-async:k=2 ps",
+            )
         ),
     ],
 )

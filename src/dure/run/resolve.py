@@ -76,7 +76,7 @@ def resolve(config: TrainConfig, prebuilt: Prebuilt = Prebuilt()) -> tuple[Setup
     if isinstance(strategy.sync, OfEpochs):
         strategy = replace(strategy, sync=strategy.sync.with_epoch(job.train.steps(1.0, sum(whole))))
     sizes = _of_partition(pipeline_of(strategy.partition), whole)
-    least = len(sizes) if config.elastic is None else config.elastic.least
+    least = workers if config.elastic is None else config.elastic.least
     steps = _steps(config, job, sum(sizes[:least]), sum(whole))
     every = config.eval_every or (max(1, steps // EVALUATIONS) if steps < ENDLESS else _often(companions))
     absent = cluster.absent if cluster is not None else frozenset(range(least, workers))
