@@ -19,7 +19,8 @@ STEPS = 400
 
 def run(tmp_path, fork_server, kills, strategy="bsp collective", job="noted", **options):
     given = {"workers": 4, "steps": STEPS, "data": tmp_path, "frozen_after": 2.0, "eval_every": 1000} | options
-    trial = Trial(TrainConfig(job=f"{survivor_jobs.__file__}:{job}", strategy=strategy, on="local", **given))
+    plain = {"job": f"{survivor_jobs.__file__}:{job}", "strategy": strategy, "on": "local", "replace": False}
+    trial = Trial(TrainConfig(**plain | given))
     return trial, trial.run(kills, fork_server=fork_server)
 
 

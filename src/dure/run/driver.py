@@ -150,20 +150,7 @@ class Driver(RemoteService):
             replacements=self.replacements,
             **shared,
         )
-        self.scaling: Scaling | None = None
-        elastic = setup.config.elastic
-        if elastic is not None:
-            self.leases = Leases(setup.steps * elastic.least)
-            self.scaling = Scaling(
-                elastic,
-                setup.config.out,
-                leases=self.leases,
-                roster=roster,
-                commands=commands,
-                launcher=self.launcher,
-                replacements=self.replacements,
-                start=self.start,
-            )
+        self.scaling = self._scaling()
 
     def _generations(self) -> Generations | None:
         if not self.setup.re_forms:
@@ -171,6 +158,22 @@ class Driver(RemoteService):
         found = Generations(self.node, self.roster, self.commands, self.checkpoints)
         self.checkpoints.may_stop = found.runs
         return found
+
+    def _scaling(self) -> Scaling | None:
+        config = self.setup.config
+        if config.elastic is None:
+            return None
+        self.leases = Leases(self.setup.steps * config.elastic.least)
+        return Scaling(
+            config.elastic,
+            config.out,
+            leases=self.leases,
+            roster=self.roster,
+            commands=self.commands,
+            launcher=self.launcher,
+            replacements=self.replacements,
+            start=self.start,
+        )
 
     # ---- the service
 
