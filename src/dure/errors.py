@@ -113,6 +113,10 @@ class GreetingLost(PeerLost):
     """A connection was lost before both nodes had identified themselves. A new connection may succeed."""
 
 
+class NobodyListens(PeerLost):
+    """No process listens at the address of another node: it has ended."""
+
+
 class CallTimeout(RemoteError):
     """No reply came in time."""
 

@@ -74,6 +74,9 @@ class TestNode:
     def borrows(self, peer: str, nbytes: int) -> bool:
         return False
 
+    def reaches(self, peer: str) -> bool:
+        return True
+
     def compute(self, work: Work) -> Operation[Any]:
         """Done at once, heard of later: others may run in between."""
         self.computed += 1

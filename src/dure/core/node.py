@@ -327,6 +327,10 @@ class Node(Protocol):
 
     def borrows(self, peer: str, nbytes: int) -> bool: ...
 
+    def reaches(self, peer: str) -> bool:
+        """Whether the machine of a node that calls this one answers; False while the link to it is down."""
+        ...
+
     def overlapped(self, *values: torch.Tensor) -> AbstractContextManager[None]:
         """While open, operations on a device overlap those of the caller's stream, after those so far.
 

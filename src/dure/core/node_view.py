@@ -76,6 +76,9 @@ class NodeView:
     def borrows(self, peer: str, nbytes: int) -> bool:
         return self.real.borrows(self.names.outside(peer), nbytes)
 
+    def reaches(self, peer: str) -> bool:
+        return self.real.reaches(self.names.outside(peer))
+
     def overlapped(self, *values: torch.Tensor) -> AbstractContextManager[None]:
         return self.real.overlapped(*values)
 

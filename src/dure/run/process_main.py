@@ -24,6 +24,7 @@ from dure.runtime.heartbeat import Heartbeat, put
 from dure.runtime.launch.monitor import HeartbeatCaller
 from dure.runtime.process.node import ProcessNode
 from dure.runtime.wire import Credentials, Identity, WireLimits
+from dure.runtime.wire.reactor import is_loopback, retry_soon
 
 if TYPE_CHECKING:
     from dure.job.companions import Companion
@@ -173,7 +174,14 @@ def _beat(stack: ExitStack, spec: LaunchSpec, credentials: Credentials, state: C
         caller = HeartbeatCaller(spec.name, way, credentials)
         stack.callback(caller.wire.close, 0.1)
         send = lambda clock, waiting: caller.send("beat", period / 2, number=number, clock=clock, waiting=waiting)  # noqa: E731
-    stack.callback(Heartbeat(send, state, period).stop)
+    crosses_network = not is_loopback(spec.interface)
+
+    def beat(clock: int, waiting: bool) -> None:
+        if crosses_network:
+            retry_soon()  # the engine makes connections at any time
+        send(clock, waiting)
+
+    stack.callback(Heartbeat(beat, state, period).stop)
 
 
 def take(device: str) -> None:

@@ -25,6 +25,7 @@ from dure.core.text import log
 from dure.errors import PeerLost, Refused, RemoteError
 from dure.runtime.heartbeat import PERIOD_SECONDS, Silence, is_stopped
 from dure.runtime.wire import Identity, Request, Wire
+from dure.runtime.wire.reactor import retry_soon
 
 if TYPE_CHECKING:
     from dure.core.node import Call, TensorSpec
@@ -200,6 +201,7 @@ class RankMonitor:
         with suppress(RuntimeError):  # the process with the store has failed; its connections report that
             while not self._closing.is_set():
                 due = time.monotonic() + self._period
+                retry_soon()  # the store's connections too
                 self._look()
                 self._rounds += 1
                 if self._caller is not None:

@@ -171,6 +171,9 @@ class VirtualNode:
     def borrows(self, peer: str, nbytes: int) -> bool:
         return True
 
+    def reaches(self, peer: str) -> bool:
+        return True
+
     def overlapped(self, *values: torch.Tensor) -> AbstractContextManager[None]:
         return nullcontext()
 

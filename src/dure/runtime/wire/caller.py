@@ -7,16 +7,20 @@ exchanges identities. `Outbound` replaces it.
 from __future__ import annotations
 
 import itertools
+import math
+import secrets
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dure.core.node import Reply, TensorSpec, nothing
-from dure.errors import CallTimeout, DamagedFrame, GreetingLost, PeerLost, Refused, RemoteError
-from dure.runtime.wire.connection import Connection, Shared
+from dure.errors import CallTimeout, DamagedFrame, GreetingLost, NobodyListens, PeerLost, Refused, RemoteError
+from dure.runtime.wire.connection import Broken, Connection, Shared
 from dure.runtime.wire.frame import Frame, Kind, encode_meta
 from dure.runtime.wire.memory import Lease, announced, bytes_of, described, fitting, nbytes_of, parsed_specs, spec_of
 from dure.runtime.wire.reactor import begin_connection
+from dure.runtime.wire.resumption import AGAIN_SECONDS, LAST_SECONDS, TRY_SECONDS, ConnectionLost, Session
 from dure.runtime.wire.seals import Prover
 from dure.runtime.wire.values import Identity, Loss, OnDone, Request
 
@@ -71,12 +75,22 @@ class Pending:
 class Outbound:
     """The caller's end of an open connection: sends calls to `host` and receives its answers."""
 
-    def __init__(self, shared: Shared, host: Identity, connection: Connection) -> None:
+    def __init__(
+        self, shared: Shared, host: Identity, connection: Connection, address: tuple[str, int], session: Session | None
+    ) -> None:
+        """`session`: it outlives the connection; then it goes on over another one to `address`."""
         self.shared = shared
         self.host = host
         self.name = host.name
         self.connection = connection
+        self.session = session
         self.error: RemoteError | None = None
+        self._address = address
+        self._broken = Broken("")  # why the last connection has ended
+        self._until = math.inf  # when it is too late to go on over another one
+        self._again: CallerHandshake | None = None
+        self._timer: Timer | None = None
+        self._done: list[int] = []  # requests whose answers have arrived since the last request
         self.calls: dict[int, Pending] = {}
         self._numbers = itertools.count(1)
         self._abandoned: dict[int, int] = {}  # bytes of the reply of each cancelled call, by number
@@ -88,16 +102,7 @@ class Outbound:
     def request(self, request: Request, on_done: OnDone) -> Pending:
         """Send a call. Raises `TypeError` or `ValueError` if its fields or tensors cannot be sent."""
         pending = Pending(self, next(self._numbers), request, on_done)
-        payload = [bytes_of(tensor) for tensor in request.tensors]
-        meta: dict[str, Any] = {
-            "service": request.service,
-            "method": request.method,
-            "fields": request.fields,
-            "tensors": [spec_of(tensor)[:2] for tensor in request.tensors],
-        }
-        if request.into is None:
-            meta["borrows"] = True
-        raw = encode_meta(meta)  # before the call is listed: an error here leaves no pending call
+        payload, meta, raw = self._encoded(request)  # before the call is listed: an error leaves no pending call
         # The connection may have ended before its owner has learned of it: the call fails by `on_done` like others.
         if self.error is not None:
             self.finish(pending, self.error)
@@ -105,6 +110,8 @@ class Outbound:
         self.calls[pending.number] = pending
         if request.timeout is not None:
             pending.timer = self.shared.reactor.timers.after(request.timeout, lambda: self._too_late(pending))
+        if self.connection.closed:  # `go_on` sends it
+            return pending
         room = self._room(request.tensors)
         if room is None:
             pending.outgoing = self.connection.send(Kind.REQUEST, raw, payload, request=pending.number)
@@ -114,6 +121,23 @@ class Outbound:
         nbytes = sum(map(len, payload))
         pending.outgoing = self.connection.send(Kind.REQUEST, raw, request=pending.number, lent_nbytes=nbytes)
         return pending
+
+    def _encoded(self, request: Request) -> tuple[list[memoryview], dict[str, Any], bytes]:
+        """The payload and the meta of a request, which confirms the answers that have arrived since the last one."""
+        payload = [bytes_of(tensor) for tensor in request.tensors]
+        meta: dict[str, Any] = {
+            "service": request.service,
+            "method": request.method,
+            "fields": request.fields,
+            "tensors": [spec_of(tensor)[:2] for tensor in request.tensors],
+        }
+        if request.into is None:
+            meta["borrows"] = True
+        if self._done:
+            meta["done"] = self._done
+        raw = encode_meta(meta)
+        self._done = []
+        return payload, meta, raw
 
     def _room(self, tensors: Sequence[torch.Tensor]) -> Lease | None:
         """Memory that the host can read, with large `tensors` or copies of them; None if they must be sent."""
@@ -190,16 +214,89 @@ class Outbound:
     def ended(self, error: RemoteError, finished: bool) -> None:
         if self.error is not None:
             return
+        if self.session is None or finished or not isinstance(error, Broken):
+            self._fail(error, finished=finished)
+            return
+        self._receiving, self._dropping = None, False
+        self._broken = error
+        self._until = time.monotonic() + (LAST_SECONDS if error.silent else self.shared.limits.silent_seconds)
+        self._connect_again()
+
+    def give_up(self, error: RemoteError) -> None:
+        """End the session, with its connection if it has one."""
+        if self.connection.closed:
+            self._fail(error, finished=False)
+        else:
+            self.connection.end(error)
+
+    def _connect_again(self) -> None:
+        if self.error is not None:
+            return
+        try:
+            again = CallerHandshake(self.shared, self.name, self._address, self._tried, former=self)
+        except PeerLost as error:
+            self._not_yet(error, final=isinstance(error, NobodyListens))
+            return
+        self._again = again
+        self._timer = self.shared.reactor.timers.after(
+            TRY_SECONDS, lambda: again.connection.end(PeerLost("no welcome in time"))
+        )
+
+    def _tried(self) -> None:
+        """Look at the end of an attempt to connect again. Runs on the owner's thread."""
+        with self.shared.reactor.lock:
+            again, self._again = self._again, None
+            if again is None or again.outbound is not None or self.error is not None:
+                return
+            assert again.error is not None
+            self._not_yet(again.error, final=again.refused or isinstance(again.error, (NobodyListens, DamagedFrame)))
+
+    def _not_yet(self, error: RemoteError, *, final: bool) -> None:
+        """Try again later, or give up: the process has ended, its host refuses this caller, or it is too late."""
+        timers = self.shared.reactor.timers
+        timers.cancel(self._timer)
+        if isinstance(error, NobodyListens):
+            self._fail(self._broken, finished=False)
+        elif final:
+            self._fail(error, finished=False)
+        elif time.monotonic() >= self._until:
+            self._fail(ConnectionLost(self.name, self.shared.limits.silent_seconds, self._broken), finished=False)
+        else:
+            self._timer = timers.after(AGAIN_SECONDS, self._connect_again)
+
+    def go_on(self, connection: Connection) -> None:
+        """Go on over a new connection: repeat all calls that are not answered."""
+        self.shared.reactor.timers.cancel(self._timer)
+        self.connection, self._again, self._done = connection, None, []
+        connection.side = self
+        connection.send(Kind.RETURNED, {"outstanding": list(self.calls)})
+        for pending in list(self.calls.values()):
+            payload, _, raw = self._encoded(pending.request)
+            pending.outgoing = connection.send(Kind.REQUEST, raw, payload, request=pending.number)
+
+    def _fail(self, error: RemoteError, *, finished: bool) -> None:
+        """End the session: all calls fail."""
+        if self.error is not None:
+            return
+        self.shared.reactor.timers.cancel(self._timer)
         kind = type(error) if isinstance(error, (DamagedFrame, Refused)) else PeerLost
         # Set before the calls fail: their callbacks may call again, and then get this error at once.
-        self.error = kind(f"{self.name} is gone: {error}")
+        lost = isinstance(error, ConnectionLost)
+        self.error = kind(str(error) if lost else f"{self.name} is gone: {error}")
         self._receiving = None
         # The host may still run and read them: memory that is used again would change while it reads.
         for room in self._rooms.values():
             room.forget()
         self._rooms.clear()
         for pending in list(self.calls.values()):
-            self.finish(pending, kind(f"{self.name} is gone before {_shown(pending)} was answered: {error}"))
+            where = (
+                f"{_shown(pending)}: {error}"
+                if lost
+                else f"{self.name} is gone before {_shown(pending)} was answered: {error}"
+            )
+            self.finish(pending, kind(where))
+        if self._again is not None:
+            self._again.connection.end(PeerLost("its session has ended"))
         loss = Loss(self.name, str(error), finished, False, self.host.incarnation)
         self.shared.reactor.events.append(lambda: self.shared.host.lost(loss))
 
@@ -247,7 +344,7 @@ class Outbound:
         self._free_shared(number)
         if self._abandoned.pop(number, None) is not None or self._dropping:
             self._dropping = False
-            self._return_memory(frame)
+            self._confirm(frame)
             return
         if frame.aborted:
             raise DamagedFrame("a reply that its host gave up.")
@@ -265,7 +362,7 @@ class Outbound:
             self.connection.end(PeerLost("its connection closed while its memory was read"))
             return
         # Before the callback: the host can go on while the owner works with the reply.
-        self._return_memory(frame)
+        self._confirm(frame)
         self.finish(pending, error or Reply(frame.meta["fields"], pending.request.into or ()))
 
     def _borrow(self, frame: Frame, pending: Pending) -> None:
@@ -278,7 +375,7 @@ class Outbound:
 
     def _release(self, frame: Frame) -> None:
         with self.shared.reactor.lock:
-            self._return_memory(frame)
+            self._confirm(frame)
         if self.shared.reactor.lent:
             self.shared.reactor.wake()
 
@@ -290,13 +387,17 @@ class Outbound:
             place.detach().view(-1)[: tensor.numel()].copy_(tensor)
         return not self.connection.deserted()
 
-    def _return_memory(self, frame: Frame) -> None:
-        if "memory" in frame.meta:
+    def _confirm(self, frame: Frame) -> None:
+        """Tell the host that an answer has arrived: by the next request or, if the host lends its tensors, now."""
+        if self.session is not None and not frame.meta.get("tensors"):
+            self._done.append(frame.header.request)
+        elif self.session is not None or "memory" in frame.meta:
             self.connection.send(Kind.RETURNED, {}, request=frame.header.request)
 
     def _failed(self, frame: Frame) -> None:
         number = frame.header.request
         self._free_shared(number)
+        self._confirm(frame)
         if self._abandoned.pop(number, None) is not None:
             return
         pending = self.calls.get(number)
@@ -313,13 +414,23 @@ def _shown(pending: Pending) -> str:
 class CallerHandshake:
     """The caller's end of a new connection to the host `name`.
 
-    It ends with an `outbound` or an `error`, and then `on_end` is called on the owner's thread.
+    It ends with an `outbound` or an `error`, and then `on_end` is called on the owner's thread. `former` goes on over
+    the new connection. `refused`: the host has said that it does not want this caller.
     """
 
     def __init__(
-        self, shared: Shared, name: str, address: tuple[str, int], on_end: Callable[[], None] = nothing
+        self,
+        shared: Shared,
+        name: str,
+        address: tuple[str, int],
+        on_end: Callable[[], None] = nothing,
+        *,
+        former: Outbound | None = None,
     ) -> None:
         self.outbound: Outbound | None = None
+        self.refused = False
+        self._former = former
+        self._address = address
         self._error: RemoteError | None = None
         self._shared = shared
         self._name = name
@@ -327,6 +438,11 @@ class CallerHandshake:
         self._prover = Prover(shared.credentials.key, calling=True)
         self._challenged = False
         self.connection = Connection(shared, begin_connection(address), self, connecting=True)
+        self._session: Session | None = None
+        if former is not None and former.session is not None:
+            self._session = former.session._replace(resumes=True)
+        elif shared.listens is not None and self.connection.crosses_network:
+            self._session = Session(secrets.token_hex(8), shared.listens)
 
     @property
     def error(self) -> RemoteError | None:
@@ -338,6 +454,7 @@ class CallerHandshake:
         if not self.connection.proven:
             self._proved(frame)
         elif kind is Kind.REFUSAL:
+            self.refused = True
             self.connection.end(error_of(frame.meta))
         elif kind is Kind.GOODBYE:
             self.connection.end(PeerLost("it has finished"), finished=True)
@@ -349,7 +466,7 @@ class CallerHandshake:
     def ended(self, error: RemoteError, finished: bool) -> None:
         if self._error is not None:
             return
-        kind = type(error) if isinstance(error, (DamagedFrame, Refused)) else PeerLost
+        kind = type(error) if isinstance(error, (DamagedFrame, Refused, NobodyListens)) else PeerLost
         # A wire listens there, and lost this greeting: one of both processes was stopped. It is worth another try.
         if kind is PeerLost and self._challenged and not finished:
             kind = GreetingLost
@@ -366,7 +483,13 @@ class CallerHandshake:
             self.connection.trust()
         self.connection.count_with(self._name)
         self.connection.open_up()
-        self.outbound = Outbound(self._shared, host, self.connection)
+        former = self._former
+        if former is None:
+            session = self._session if frame.meta.get("keeps") is True else None
+            self.outbound = Outbound(self._shared, host, self.connection, self._address, session)
+        else:
+            self.outbound = former
+            former.go_on(self.connection)
         self._shared.reactor.events.append(self._on_end)
 
     def _proved(self, frame: Frame) -> None:
@@ -385,7 +508,10 @@ class CallerHandshake:
             raise Refused(f"the process at its address does not have the key of this run. {_SAME_KEY}")
         else:
             self.connection.prove(self._prover.seals())
-            self.connection.send(Kind.HELLO, self._shared.identity.to_meta() | self.connection.offer())
+            hello = self._shared.identity.to_meta() | self.connection.offer()
+            if self._session is not None:
+                hello["session"] = self._session
+            self.connection.send(Kind.HELLO, hello)
 
 
 def error_of(meta: Mapping[str, Any]) -> RemoteError:

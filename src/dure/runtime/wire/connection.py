@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import selectors
@@ -12,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dure.core.node import TensorSpec
-from dure.errors import DamagedFrame, DureError, PeerLost, Refused, RemoteError
+from dure.errors import DamagedFrame, DureError, NobodyListens, PeerLost, Refused, RemoteError
 from dure.runtime.wire.frame import (
     GREETING_NBYTES,
     META_NBYTES,
@@ -33,7 +34,26 @@ if TYPE_CHECKING:
     import torch
 
 
+_SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
+"""Errors of a link that has been down for too long. TCP ends such a connection with any of them."""
+
 _WAKE_NBYTES = 1 << 20  # while bulk data arrive, sleep until so much is available
+
+
+class Broken(PeerLost):
+    """The transport has ended a connection: its peer has failed, or the network between them.
+
+    `silent`: the machine of the peer has not answered for long; else the connection was closed or reset.
+    """
+
+    def __init__(self, reason: str, *, silent: bool = False) -> None:
+        super().__init__(reason)
+        self.silent = silent
+
+    @staticmethod
+    def by(error: OSError) -> Broken:
+        """The end of a connection by an error of its socket."""
+        return Broken(error.strerror or str(error), silent=error.errno in _SILENT)
 
 
 class Shared:
@@ -54,6 +74,7 @@ class Shared:
         self.borrower = Borrower(limits.staging_nbytes)
         self.traffic: dict[str, PeerTraffic] = {}
         self.connections: set[Connection] = set()
+        self.listens: tuple[str, int] | None = None  # an address where peers can see whether this process runs
         self.damaged = 0
         self.refused = 0
 
@@ -89,6 +110,7 @@ class Connection:
         self.neighbor = process_behind(sock)  # process whose memory this one may read
         self.lends = False  # whether the neighbor may read memory of this process
         self.trusted = shared.credentials.integrity == "checksum" or sock.family == socket.AF_UNIX
+        self.crosses_network = sock.family != socket.AF_UNIX  # a Unix socket ends with one of its processes only
         self._connecting = connecting
         self._closing = False  # the last frame is in the queue; received bytes are dropped
         self._low = 1
@@ -263,7 +285,7 @@ class Connection:
     def _connected(self) -> None:
         code = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if code:
-            self.end(PeerLost(os.strerror(code)))
+            self.end(NobodyListens(os.strerror(code)) if code == errno.ECONNREFUSED else PeerLost(os.strerror(code)))
             return
         self._connecting = False
         self._write()
@@ -315,11 +337,11 @@ class Connection:
         except BlockingIOError:
             return -1
         except OSError as error:
-            self.end(PeerLost(error.strerror or str(error)))
+            self.end(Broken.by(error))
             return 0
         self.received_nbytes += max(got, 0)
         if not got:
-            self.end(PeerLost("its connection closed" + ("" if self.parser.idle else " in the middle of a message")))
+            self.end(Broken("its connection closed" + ("" if self.parser.idle else " in the middle of a message")))
         return got
 
     def _ignore(self) -> None:
@@ -384,7 +406,7 @@ class Connection:
         """End the connection after a failed write; the peer may have sent the reason before it closed."""
         with contextlib.suppress(RemoteError):
             self.guarded(self._read)
-        self.end(PeerLost(error.strerror or str(error)))
+        self.end(Broken.by(error))
 
     def _watch(self) -> None:
         if self.closed:

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import socket
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from dure.core.node import Call, Reply, TensorSpec
+from dure.core.node import Call, Reply, TensorSpec, nothing
 from dure.errors import DamagedFrame, PeerLost, Refused, RemoteError
-from dure.runtime.wire.connection import Connection, Shared
+from dure.runtime.wire.connection import Broken, Connection, Shared
 from dure.runtime.wire.frame import Frame, Kind
 from dure.runtime.wire.memory import (
     Lease,
@@ -30,8 +30,20 @@ from dure.runtime.wire.memory import (
     nbytes_of,
     spec_of,
 )
+from dure.runtime.wire.resumption import (
+    AGAIN_SECONDS,
+    LAST_SECONDS,
+    ConnectionLost,
+    KeptAnswers,
+    Probe,
+    Session,
+    Superseded,
+)
 from dure.runtime.wire.seals import NONCE_NBYTES, Prover
 from dure.runtime.wire.values import Identity, Loss
+
+if TYPE_CHECKING:
+    from dure.runtime.wire.reactor import Timer
 
 _LOOK_SECONDS = 0.25  # period of the check on callers that wait for memory
 
@@ -86,8 +98,15 @@ class Callers:
         if there is not None:
             # Its requests that the owner has not run yet are dropped (`hand_over`): the new incarnation repeats them.
             there.fenced = True
-            there.connection.refuse(Refused(f"{name} connected again as incarnation {inbound.caller.incarnation}."))
+            there.give_up(Refused(f"{name} connected again as incarnation {inbound.caller.incarnation}."))
         self.open[name] = inbound
+
+    def former(self, caller: Identity, session: Session | None) -> Inbound | None:
+        """The end that has the session of a caller, which may have lost its connection."""
+        there = self.open.get(caller.name)
+        if there is None or session is None or not session.resumes or there.fenced or there.session is None:
+            return None
+        return there if (there.caller, there.session.name) == (caller, session.name) else None
 
     def leave(self, inbound: Inbound) -> None:
         if self.open.get(inbound.caller.name) is inbound:
@@ -100,7 +119,7 @@ class Callers:
         if there is not None and there.caller.incarnation <= incarnation:
             # As above: nothing of an evicted caller may count after the owner has decided that it is gone.
             there.fenced = True
-            there.connection.refuse(Refused(f"{name}, incarnation {incarnation}, was evicted: {reason}"))
+            there.give_up(Refused(f"{name}, incarnation {incarnation}, was evicted: {reason}"))
 
     def memory_for(self, inbound: Inbound, specs: Sequence[TensorSpec]) -> Lease | None:
         """Memory for a payload; None if there is none, and `inbound` waits in line for a call of `placed`."""
@@ -111,6 +130,11 @@ class Callers:
             self._line.append(inbound)
             self._look_soon()
         return lease
+
+    def leave_line(self, inbound: Inbound) -> None:
+        """Wait for no memory any more: the request is not received over this connection."""
+        if inbound in self._line:
+            self._line.remove(inbound)
 
     def memory_freed(self) -> None:
         if self._line:
@@ -167,7 +191,7 @@ class HostHandshake:
     def __init__(self, shared: Shared, callers: Callers, sock: socket.socket) -> None:
         self._shared = shared
         self._callers = callers
-        self._caller: Identity | None = None
+        self._session: Session | None = None
         self._prover = Prover(shared.credentials.key, calling=False)
         self._ended = False
         self._connection = Connection(shared, sock, self)
@@ -202,6 +226,7 @@ class HostHandshake:
         if frame.header.kind is not Kind.HELLO:
             raise DamagedFrame(f"a {frame.header.kind.name} before the HELLO.")
         caller = Identity.from_meta(frame.meta)
+        self._session = Session.of(frame.meta) if self._connection.crosses_network else None
         self._connection.agree(frame.meta)
         self._shared.reactor.timers.cancel(self._deadline)
         self._connection.pause()
@@ -211,33 +236,49 @@ class HostHandshake:
         """Admit the caller, or refuse it with the reason. Runs on the owner's thread."""
         if self._ended:
             return
-        connection, shared = self._connection, self._shared
+        connection, shared, session = self._connection, self._shared, self._session
         reason = self._callers.objection(caller) or shared.host.admit(caller)
         with shared.reactor.lock:
             if reason is not None:
                 shared.refused += 1
                 connection.refuse(Refused(reason))
                 return
+            inbound = self._callers.former(caller, session)
+            if inbound is None and session is not None and session.resumes:
+                connection.refuse(PeerLost(f"{shared.identity.name} has not waited any longer for {caller.name}."))
+                return
             self._callers.gone(connection)
             # The side changes before WELCOME leaves: the caller may send its first request at once.
-            self._callers.enter(Inbound(shared, self._callers, connection, caller))
+            if inbound is None:
+                inbound = Inbound(shared, self._callers, connection, caller, session)
+                self._callers.enter(inbound)
+            else:
+                inbound.go_on(connection)
             connection.count_with(caller.name)
             connection.open_up()
-            connection.send(Kind.WELCOME, shared.identity.to_meta() | connection.offer())
+            keeps = {"keeps": session is not None}
+            connection.send(Kind.WELCOME, shared.identity.to_meta() | connection.offer() | keeps)
             # After WELCOME, which is the last frame under the strict seals of the handshake; the caller does the same.
             if connection.trusted:
                 connection.trust()
-            connection.resume()
+            if not inbound.full:
+                connection.resume()
 
 
 class Inbound:
-    """The host's end of an open connection: receives the requests of `caller` and sends the answers."""
+    """The host's end of an open connection: receives the requests of `caller` and sends the answers.
 
-    def __init__(self, shared: Shared, callers: Callers, connection: Connection, caller: Identity) -> None:
+    With a `session` it outlives the connection, and goes on over another one.
+    """
+
+    def __init__(
+        self, shared: Shared, callers: Callers, connection: Connection, caller: Identity, session: Session | None = None
+    ) -> None:
         self.shared = shared
         self.callers = callers
         self.connection = connection
         self.caller = caller
+        self.session = session
         self.fenced = False
         self.wanted: Sequence[TensorSpec] = ()
         self.waiting: Frame | None = None  # a request with lent tensors that waits until they can be mapped
@@ -248,8 +289,11 @@ class Inbound:
         self._lease: Lease | None = None
         self._stalled = Stall(shared.limits)
         self._dropping = False
-        self._full = False
+        self.full = False
         self._ended = False
+        self._kept = KeptAnswers(shared)
+        self._broken = Broken("")  # why the last connection has ended
+        self._deadline: Timer | None = None
         connection.side = self
 
     def frame(self, frame: Frame) -> None:
@@ -259,7 +303,10 @@ class Inbound:
                 f"a frame of rank {header.rank}, incarnation {header.incarnation} from {self.caller.name}."
             )
         if header.kind is Kind.REQUEST:
-            if frame.complete:
+            self._kept.free(_numbers(frame.meta, "done"))
+            if self.session is not None and (header.request in self.answers or header.request in self._kept):
+                self._repeated(frame)
+            elif frame.complete:
                 self._arrived(frame)
             else:
                 self._announced(frame)
@@ -267,6 +314,9 @@ class Inbound:
             if header.request in self.answers:
                 self.answers[header.request].cancelled = True
         elif header.kind is Kind.RETURNED:
+            if "outstanding" in frame.meta:
+                self._kept.free_all_but(_numbers(frame.meta, "outstanding"))
+            self._kept.free([header.request])
             for kept in (self.copied, self.lent):
                 if header.request in kept:
                     self.shared.reactor.events.append(kept.pop(header.request))
@@ -289,14 +339,66 @@ class Inbound:
     def ended(self, error: RemoteError, finished: bool) -> None:
         if self._ended:
             return
-        self._ended = True
-        # First out of the table: the callbacks below must not find this caller as connected.
-        self.callers.leave(self)
-        self._take_back(finished=finished)
+        if self.session is None or finished or self.fenced or not isinstance(error, Broken):
+            self._finish(error, finished=finished)
+            return
+        self._drop_arriving()
+        self._broken = error
+        seconds = LAST_SECONDS if error.silent else self.shared.limits.silent_seconds
+        self._deadline = self.shared.reactor.timers.after(seconds, self._too_late)
+        self._ask()
+
+    def give_up(self, error: RemoteError) -> None:
+        """End the session, with its connection if it has one: the caller gets the reason."""
+        if self.connection.closed:
+            self._finish(error, finished=False)
+        else:
+            self.connection.refuse(error)
+
+    def go_on(self, connection: Connection) -> None:
+        """Go on over a new connection of the same session."""
+        old, self.connection = self.connection, connection
+        connection.side = self
+        self.shared.reactor.timers.cancel(self._deadline)
+        if not old.closed:  # only the caller has seen its end
+            old.side = Superseded()
+            old.end(PeerLost("connected again"))
+            self._drop_arriving()
+
+    def _ask(self) -> None:
+        """Ask the caller's machine whether its process still runs, until it has connected again."""
+        if self.session is not None and self.connection.closed and not self._ended:
+            Probe(self.shared, self.session.listens, self._asked)
+
+    def _asked(self, answer: bool | None) -> None:
+        if answer is False and self.connection.closed:
+            self._finish(self._broken, finished=False)
+        else:
+            self.shared.reactor.timers.after(AGAIN_SECONDS, self._ask)
+
+    def _too_late(self) -> None:
+        seconds = self.shared.limits.silent_seconds
+        self._finish(ConnectionLost(self.caller.name, seconds, self._broken), finished=False)
+
+    def _drop_arriving(self) -> None:
+        """Forget the request that was arriving: it comes again, or never."""
+        self._dropping, self.waiting = False, None
+        self.callers.leave_line(self)
         if self._lease is not None:
             self._lease.release()
             self._lease = None
             self.callers.memory_freed()
+
+    def _finish(self, error: RemoteError, *, finished: bool) -> None:
+        if self._ended:
+            return
+        self._ended = True
+        self.shared.reactor.timers.cancel(self._deadline)
+        # First out of the table: the callbacks below must not find this caller as connected.
+        self.callers.leave(self)
+        self._take_back(finished=finished)
+        self._kept.free_all_but(())
+        self._drop_arriving()
         loss = Loss(self.caller.name, str(error), finished, True, self.caller.incarnation)
         self.shared.reactor.events.append(lambda: self.shared.host.lost(loss))
 
@@ -315,8 +417,8 @@ class Inbound:
     def answered(self, request: int) -> None:
         """Remove a request from the outstanding ones, and read on if their number had stopped that."""
         self.answers.pop(request, None)
-        if self._full and len(self.answers) < self.shared.limits.outstanding:
-            self._full = False
+        if self.full and len(self.answers) < self.shared.limits.outstanding:
+            self.full = False
             self.connection.resume()
 
     def _announced(self, frame: Frame) -> None:
@@ -410,6 +512,14 @@ class Inbound:
             lease = Lease.of_nothing(specs)
         self._deliver(frame, lease)
 
+    def _repeated(self, frame: Frame) -> None:
+        """Skip a request that came over an earlier connection too, and send its answer if there is one."""
+        self._dropping = not frame.complete
+        if self._dropping:
+            self.connection.parser.drop()
+        elif frame.header.request in self._kept:
+            self._kept.send(frame.header.request, self.connection)
+
     def _wait_to_borrow(self, frame: Frame, specs: Sequence[TensorSpec]) -> None:
         """Borrow the tensors of a request now, or when memory is free: borrowed bytes count as received ones."""
         # Set before the attempt: `placed` may come later from the line, and finds both here.
@@ -435,7 +545,7 @@ class Inbound:
         # An owner that answers slowly would otherwise collect requests without limit; TCP makes the caller wait
         # instead.
         if len(self.answers) >= self.shared.limits.outstanding:
-            self._full = True
+            self.full = True
             self.connection.pause()
         call = Call(self.caller.name, meta["method"], meta["fields"], lease.tensors, answer.release)
 
@@ -461,9 +571,26 @@ class Inbound:
         self.connection.send(Kind.REPLY, meta | {"memory": where}, request=request, lent_nbytes=nbytes)
         return True
 
+    def send(
+        self,
+        kind: Kind,
+        meta: dict[str, Any],
+        payload: Sequence[memoryview] = (),
+        *,
+        request: int,
+        release: Callable[[], None] = nothing,
+    ) -> None:
+        """Send an answer now and, if it does not arrive, again over the next connection of the session."""
+        if self.session is None or self._ended:
+            events = self.shared.reactor.events
+            self.connection.send(kind, meta, payload, request=request, on_sent=lambda: events.append(release))
+            return
+        self._kept.keep(request, kind, meta, payload, release)
+        self._kept.send(request, self.connection)
+
     def _send_error(self, request: int, error: RemoteError) -> None:
         meta = {"error": type(error).__name__, "message": str(error)[: 1 << 16]}
-        self.connection.send(Kind.ERROR, meta, request=request)
+        self.send(Kind.ERROR, meta, request=request)
 
 
 class Answer:
@@ -510,6 +637,12 @@ class Answer:
             payload = [bytes_of(tensor) for tensor in answer.tensors]
             if inbound.lend(self._request, answer, meta, for_long=self._borrows):
                 return
-            inbound.connection.send(
-                Kind.REPLY, meta, payload, request=self._request, on_sent=lambda: events.append(answer.release)
-            )
+            inbound.send(Kind.REPLY, meta, payload, request=self._request, release=answer.release)
+
+
+def _numbers(meta: Mapping[str, Any], key: str) -> Sequence[int]:
+    """The numbers of requests in a meta. Raises `DamagedFrame`."""
+    found = meta.get(key, ())
+    if not isinstance(found, Sequence) or not all(isinstance(number, int) for number in found):
+        raise DamagedFrame(f"{key} of a frame lists numbers of requests, got {found!r}.")
+    return found

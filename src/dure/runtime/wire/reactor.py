@@ -12,6 +12,7 @@ other belongs to the same user, and otherwise uses TCP.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import heapq
 import math
@@ -26,13 +27,16 @@ from collections import deque
 from collections.abc import Callable, Set
 from typing import Protocol
 
-from dure.errors import PeerLost
+from dure.errors import NobodyListens, PeerLost
 
 CREDENTIALS = struct.Struct("3i")  # process, user, group
 IS_LINUX = sys.platform == "linux"  # only Linux has abstract names, and tells the user of a peer
 _SOCKET_NBYTES = 4 << 20
 _IDLE_SECONDS = 2  # of an idle connection, before its first keep-alive
 _MOST_PROBES = 127  # keep-alives that Linux counts
+_TCP_RTO_MAX_MS = 44  # a socket option that Python has no name for
+_LONGEST_RETRY_MS = 1000  # between two attempts of TCP to send a segment
+_LAST_ANSWER_MS = struct.Struct("=56xI")  # `tcpi_last_ack_recv` of Linux's `struct tcp_info`
 _LONGEST_WAIT = 0.5  # longest sleep of the helper thread, in seconds
 
 _STUCK_SECONDS = 30.0  # a normal turn of the helper thread takes milliseconds
@@ -256,6 +260,8 @@ def tune(sock: socket.socket, silent_seconds: float) -> None:
     """Set large buffers; over TCP also no delay, and the silence after which the machine of the peer has failed.
 
     TCP itself brings a link back: it sends lost segments again until `silent_seconds` have passed without an answer.
+    Where Linux (6.15) can limit the time between two attempts, a link that is up again carries data within a second;
+    elsewhere that may take as long again as it was down.
     """
     sock.setblocking(False)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SOCKET_NBYTES)
@@ -276,6 +282,36 @@ def tune(sock: socket.socket, silent_seconds: float) -> None:
     ):
         if hasattr(socket, name):
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    _retry_soon(sock)
+
+
+def retry_soon() -> None:
+    """Have all TCP connections of this process retry within a second, the engine's too, which has no setting for it.
+
+    See `tune`. It takes less than a millisecond, so it can be repeated as connections are made.
+    """
+    if not IS_LINUX:
+        return
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # no socket, or closed meanwhile
+            sock = socket.socket(fileno=int(name))
+            if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM:
+                _retry_soon(sock)
+            sock.detach()  # its owner closes it
+
+
+def _retry_soon(sock: socket.socket) -> None:
+    if IS_LINUX:
+        with contextlib.suppress(OSError):  # an older kernel
+            sock.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, _LONGEST_RETRY_MS)
+
+
+def silence(sock: socket.socket) -> float:
+    """Seconds since the machine of the peer of a TCP connection has answered; 0 where the system cannot tell."""
+    if not IS_LINUX or sock.family not in (socket.AF_INET, socket.AF_INET6):
+        return 0.0
+    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_ANSWER_MS.size)
+    return float(_LAST_ANSWER_MS.unpack(info)[0]) / 1000
 
 
 def is_loopback(host: str) -> bool:
@@ -334,7 +370,8 @@ def begin_connection(address: tuple[str, int]) -> socket.socket:
     code = sock.connect_ex(resolved)
     if code not in (0, errno.EINPROGRESS, errno.EWOULDBLOCK):
         sock.close()
-        raise PeerLost(f"{endpoint(*address)} can't be reached: {errno.errorcode.get(code, code)}")
+        loss = NobodyListens if code == errno.ECONNREFUSED else PeerLost
+        raise loss(f"{endpoint(*address)} can't be reached: {errno.errorcode.get(code, code)}")
     return sock
 
 

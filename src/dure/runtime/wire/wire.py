@@ -25,8 +25,8 @@ import torch
 from dure.errors import CallTimeout, PeerLost, RemoteError, UsageError
 from dure.runtime.wire.caller import CallerHandshake, Outbound, Pending
 from dure.runtime.wire.connection import Shared
-from dure.runtime.wire.host import Callers, HostHandshake
-from dure.runtime.wire.reactor import IS_LINUX, Reactor, endpoint, is_loopback, is_mine, listen_unix
+from dure.runtime.wire.host import Callers, HostHandshake, Inbound
+from dure.runtime.wire.reactor import IS_LINUX, Reactor, endpoint, is_loopback, is_mine, listen_unix, silence
 from dure.runtime.wire.seals import Credentials
 from dure.runtime.wire.values import HostCallbacks, Identity, OnDone, PeerTraffic, Request, ServesNobody, WireLimits
 
@@ -87,7 +87,8 @@ class Wire:
     def busy(self) -> bool:
         """Whether calls wait for an answer, or frames are in transfer."""
         return any(outbound.calls or outbound.connection.queue for outbound in self._hosts.values()) or any(
-            inbound.connection.queue or not inbound.connection.parser.idle for inbound in self._callers.open.values()
+            inbound.connection.queue or not (inbound.connection.closed or inbound.connection.parser.idle)
+            for inbound in self._callers.open.values()
         )
 
     def listen(self, host: str = "127.0.0.1", port: int = 0, *, everywhere: bool = False, unix: bool = True) -> int:
@@ -105,6 +106,8 @@ class Wire:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         sock = socket.create_server((host, port), family=family, backlog=1024)
         port = int(sock.getsockname()[1])
+        if host not in _EVERYWHERE:
+            self._shared.listens = self._shared.listens or (host, port)
         near = listen_unix(port) if unix and is_loopback(host) else None
         self._listeners += [_Listener(self._shared, self._callers, each) for each in (sock, near) if each is not None]
         return port
@@ -150,7 +153,7 @@ class Wire:
         old = self._hosts.get(outbound.name)
         # This process has connected under a later incarnation of the host, or again after a loss.
         if old is not None:
-            old.connection.end(PeerLost("connected again"))
+            old.give_up(PeerLost("connected again"))
         self._hosts[outbound.name] = outbound
 
     def call(self, peer: str, request: Request, on_done: OnDone) -> Pending:
@@ -190,6 +193,11 @@ class Wire:
         """Whether `peer` can be called."""
         outbound = self._hosts.get(peer)
         return outbound is not None and outbound.error is None
+
+    def silence(self, name: str) -> float:
+        """Seconds since the machine of a connected caller has answered; 0 where the system cannot tell."""
+        inbound = self._callers.open.get(name)
+        return 0.0 if inbound is None else silence(inbound.connection.sock)
 
     def evict(self, name: str, incarnation: int, reason: str) -> None:
         """Close the connection of a caller, and admit it again only as a later incarnation.
@@ -262,6 +270,9 @@ class Wire:
     def _end(self) -> None:
         for connection in list(self._shared.connections):
             connection.end(PeerLost("this process has finished"), finished=True)
+        without: list[Outbound | Inbound] = [*self._hosts.values(), *self._callers.open.values()]
+        for side in without:  # sessions without a connection
+            side.give_up(PeerLost("this process has finished"))
 
 
 class _Listener:

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from dure.core.deployment import rank_of_worker
+from dure.core.deployment import WORKER, NodeId, rank_of_worker
 from dure.core.node import Address, Call, Node, Operation, Reply
 from dure.core.protocol import COUNT, DRIVER, OWN, TRUTH, WORKERS, RemoteService, remote
 from dure.core.sequence import SequenceTracker
@@ -44,13 +44,25 @@ class ProgressMonitor:
     for longer than `max(seconds, 10 x its median step)`. A worker in its first steps has no known pace: it may be slow
     or far away, so its limit is ten times as long, and counts steps of the slowest worker. A worker that waits is never
     late.
+
+    A worker whose machine does not answer (`reaches`) is not late either: its link is down, and its updates come later.
+    Heartbeats decide how long that may last.
     """
 
-    def __init__(self, now: Callable[[], float], seconds: float = EVICT_SECONDS) -> None:
+    def __init__(
+        self, now: Callable[[], float], seconds: float = EVICT_SECONDS, reaches: Callable[[int], bool] = lambda _: True
+    ) -> None:
         self.now = now
         self.seconds = seconds
+        self.reaches = reaches
+        self._silent: set[int] = set()
         self._since: dict[int, float] = {}
         self._steps: dict[int, deque[float]] = {}
+
+    @staticmethod
+    def at(node: Node, seconds: float) -> ProgressMonitor:
+        """A monitor of the workers that call `node`."""
+        return ProgressMonitor(node.now, seconds, lambda worker: node.reaches(str(NodeId(WORKER, worker))))
 
     def begin(self, worker: int) -> None:
         """Note that `worker` may start a step, or has just joined."""
@@ -74,12 +86,24 @@ class ProgressMonitor:
     def late(self, suspects: Iterable[int]) -> list[int]:
         """The workers among `suspects` that have stopped."""
         now = self.now()
-        return [worker for worker in suspects if now >= self._deadline(worker)]
+        late = [worker for worker in suspects if now >= self._deadline(worker)]
+        return [worker for worker in late if not self._excused(worker)]
 
     def wait(self, suspects: Iterable[int]) -> float:
         """Seconds until the first of `suspects`, or a worker that begins now, can be late."""
         first = min(map(self._deadline, suspects), default=math.inf)
         return min(max(0.0, first - self.now()), self.seconds)
+
+    def _excused(self, worker: int) -> bool:
+        """Whether the link to a late worker is down, or was when it was late before; its time then starts anew."""
+        before = worker in self._silent
+        self._silent.discard(worker)
+        if not self.reaches(worker):
+            self._silent.add(worker)
+        elif not before:
+            return False
+        self.begin(worker)
+        return True
 
     def _deadline(self, worker: int) -> float:
         if worker not in self._since:
@@ -208,7 +232,7 @@ class ClockService(RemoteService):
         self.waits = self.refused = 0
         self.lost_workers: list[int] = []
         self.on_evicted: Callable[[int], None] = lambda worker: None
-        self.progress = ProgressMonitor(node.now, evict_seconds)
+        self.progress = ProgressMonitor.at(node, evict_seconds)
         self._watchdog = Watchdog(node, self.progress, self._someone_waits, self._busy, self.evict)
         self.incarnations: dict[int, int] = dict.fromkeys(workers, 0)
         self.live = set(workers)
