@@ -58,7 +58,7 @@ class Case:
 
 
 CASES = {
-    "collective": Case("bsp collective", ordered=True),
+    "collective": Case("bsp collective", steps=6 * STEPS, ordered=True),
     "ring": Case("bsp collective:algorithm=ring", ordered=True),
     "pipeline": Case("bsp collective gpipe:stages=2", ordered=True),
     "bsp": Case("bsp ps:shards=2", ordered=True),

@@ -157,14 +157,20 @@ def main(setup: Setup, spec: LaunchSpec, check: Callable[[], None] = nothing) ->
     process = PROCESSES.get(kind, CompanionProcess)(setup, node, spec.fault_settings)
     with ExitStack() as stack:
         if spec.heartbeat:
-            _beat(stack, spec, credentials, lambda: (process.steps, node.loop.waiting))
+            _beat(stack, spec, credentials, config.frozen_after, lambda: (process.steps, node.loop.waiting))
         parts = checkpoint.load(Path(spec.resume)).parts if spec.resume is not None else {}
         node.loop.run_until(node.spawn(process.live((spec.interface, port), parts), spec.name))
         node.wire.close()
         node.loop.end()
 
 
-def _beat(stack: ExitStack, spec: LaunchSpec, credentials: Credentials, state: Callable[[], tuple[int, bool]]) -> None:
+def _beat(
+    stack: ExitStack,
+    spec: LaunchSpec,
+    credentials: Credentials,
+    frozen_after: float,
+    state: Callable[[], tuple[int, bool]],
+) -> None:
     """Send heartbeats until `stack` closes."""
     way, number, period = spec.heartbeat
     send: Callable[[int, bool], None]
@@ -178,7 +184,7 @@ def _beat(stack: ExitStack, spec: LaunchSpec, credentials: Credentials, state: C
 
     def beat(clock: int, waiting: bool) -> None:
         if crosses_network:
-            retry_soon()  # the engine makes connections at any time
+            retry_soon(frozen_after)  # the engine makes connections at any time
         send(clock, waiting)
 
     stack.callback(Heartbeat(beat, state, period).stop)

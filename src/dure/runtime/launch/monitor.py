@@ -201,7 +201,7 @@ class RankMonitor:
         with suppress(RuntimeError):  # the process with the store has failed; its connections report that
             while not self._closing.is_set():
                 due = time.monotonic() + self._period
-                retry_soon()  # the store's connections too
+                retry_soon(self._frozen_after)  # the store's connections too
                 self._look()
                 self._rounds += 1
                 if self._caller is not None:

@@ -20,7 +20,7 @@ from dure.runtime.wire.connection import Broken, Connection, Shared
 from dure.runtime.wire.frame import Frame, Kind, encode_meta
 from dure.runtime.wire.memory import Lease, announced, bytes_of, described, fitting, nbytes_of, parsed_specs, spec_of
 from dure.runtime.wire.reactor import begin_connection
-from dure.runtime.wire.resumption import AGAIN_SECONDS, LAST_SECONDS, TRY_SECONDS, ConnectionLost, Session
+from dure.runtime.wire.resumption import AGAIN_SECONDS, TRY_SECONDS, ConnectionLost, WireSession, seconds_left
 from dure.runtime.wire.seals import Prover
 from dure.runtime.wire.values import Identity, Loss, OnDone, Request
 
@@ -76,7 +76,12 @@ class Outbound:
     """The caller's end of an open connection: sends calls to `host` and receives its answers."""
 
     def __init__(
-        self, shared: Shared, host: Identity, connection: Connection, address: tuple[str, int], session: Session | None
+        self,
+        shared: Shared,
+        host: Identity,
+        connection: Connection,
+        address: tuple[str, int],
+        session: WireSession | None,
     ) -> None:
         """`session`: it outlives the connection; then it goes on over another one to `address`."""
         self.shared = shared
@@ -219,7 +224,7 @@ class Outbound:
             return
         self._receiving, self._dropping = None, False
         self._broken = error
-        self._until = time.monotonic() + (LAST_SECONDS if error.silent else self.shared.limits.silent_seconds)
+        self._until = time.monotonic() + seconds_left(self.shared.limits, error)
         self._connect_again()
 
     def give_up(self, error: RemoteError) -> None:
@@ -438,11 +443,11 @@ class CallerHandshake:
         self._prover = Prover(shared.credentials.key, calling=True)
         self._challenged = False
         self.connection = Connection(shared, begin_connection(address), self, connecting=True)
-        self._session: Session | None = None
+        self._session: WireSession | None = None
         if former is not None and former.session is not None:
             self._session = former.session._replace(resumes=True)
         elif shared.listens is not None and self.connection.crosses_network:
-            self._session = Session(secrets.token_hex(8), shared.listens)
+            self._session = WireSession(secrets.token_hex(8), shared.listens)
 
     @property
     def error(self) -> RemoteError | None:

@@ -26,7 +26,7 @@ from dure.runtime.wire.frame import (
     job_code,
 )
 from dure.runtime.wire.memory import Borrower, Lender, Staging, process_behind
-from dure.runtime.wire.reactor import Reactor, tune
+from dure.runtime.wire.reactor import Reactor, silence, tune
 from dure.runtime.wire.seals import REFUSAL, UNPROVEN_NBYTES, Credentials, KeyedSeals, PlainSeals, Seals
 from dure.runtime.wire.values import HostCallbacks, Identity, PeerTraffic, WireLimits
 
@@ -34,26 +34,23 @@ if TYPE_CHECKING:
     import torch
 
 
-_SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
-"""Errors of a link that has been down for too long. TCP ends such a connection with any of them."""
-
 _WAKE_NBYTES = 1 << 20  # while bulk data arrive, sleep until so much is available
 
 
 class Broken(PeerLost):
     """The transport has ended a connection: its peer has failed, or the network between them.
 
-    `silent`: the machine of the peer has not answered for long; else the connection was closed or reset.
+    `silence`: seconds for which the machine of the peer had not answered before.
     """
 
-    def __init__(self, reason: str, *, silent: bool = False) -> None:
+    def __init__(self, reason: str, silence: float = 0.0) -> None:
         super().__init__(reason)
-        self.silent = silent
+        self.silence = silence
 
     @staticmethod
-    def by(error: OSError) -> Broken:
+    def by(error: OSError, sock: socket.socket) -> Broken:
         """The end of a connection by an error of its socket."""
-        return Broken(error.strerror or str(error), silent=error.errno in _SILENT)
+        return Broken(error.strerror or str(error), silence(sock))
 
 
 class Shared:
@@ -337,7 +334,7 @@ class Connection:
         except BlockingIOError:
             return -1
         except OSError as error:
-            self.end(Broken.by(error))
+            self.end(Broken.by(error, self.sock))
             return 0
         self.received_nbytes += max(got, 0)
         if not got:
@@ -406,7 +403,8 @@ class Connection:
         """End the connection after a failed write; the peer may have sent the reason before it closed."""
         with contextlib.suppress(RemoteError):
             self.guarded(self._read)
-        self.end(Broken.by(error))
+        if not self.closed:
+            self.end(Broken.by(error, self.sock))
 
     def _watch(self) -> None:
         if self.closed:

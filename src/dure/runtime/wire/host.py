@@ -32,12 +32,12 @@ from dure.runtime.wire.memory import (
 )
 from dure.runtime.wire.resumption import (
     AGAIN_SECONDS,
-    LAST_SECONDS,
     ConnectionLost,
     KeptAnswers,
-    Probe,
-    Session,
-    Superseded,
+    ListenerProbe,
+    SupersededSide,
+    WireSession,
+    seconds_left,
 )
 from dure.runtime.wire.seals import NONCE_NBYTES, Prover
 from dure.runtime.wire.values import Identity, Loss
@@ -101,7 +101,7 @@ class Callers:
             there.give_up(Refused(f"{name} connected again as incarnation {inbound.caller.incarnation}."))
         self.open[name] = inbound
 
-    def former(self, caller: Identity, session: Session | None) -> Inbound | None:
+    def former(self, caller: Identity, session: WireSession | None) -> Inbound | None:
         """The end that has the session of a caller, which may have lost its connection."""
         there = self.open.get(caller.name)
         if there is None or session is None or not session.resumes or there.fenced or there.session is None:
@@ -191,7 +191,7 @@ class HostHandshake:
     def __init__(self, shared: Shared, callers: Callers, sock: socket.socket) -> None:
         self._shared = shared
         self._callers = callers
-        self._session: Session | None = None
+        self._session: WireSession | None = None
         self._prover = Prover(shared.credentials.key, calling=False)
         self._ended = False
         self._connection = Connection(shared, sock, self)
@@ -226,7 +226,7 @@ class HostHandshake:
         if frame.header.kind is not Kind.HELLO:
             raise DamagedFrame(f"a {frame.header.kind.name} before the HELLO.")
         caller = Identity.from_meta(frame.meta)
-        self._session = Session.of(frame.meta) if self._connection.crosses_network else None
+        self._session = WireSession.of(frame.meta) if self._connection.crosses_network else None
         self._connection.agree(frame.meta)
         self._shared.reactor.timers.cancel(self._deadline)
         self._connection.pause()
@@ -272,7 +272,12 @@ class Inbound:
     """
 
     def __init__(
-        self, shared: Shared, callers: Callers, connection: Connection, caller: Identity, session: Session | None = None
+        self,
+        shared: Shared,
+        callers: Callers,
+        connection: Connection,
+        caller: Identity,
+        session: WireSession | None = None,
     ) -> None:
         self.shared = shared
         self.callers = callers
@@ -344,8 +349,8 @@ class Inbound:
             return
         self._drop_arriving()
         self._broken = error
-        seconds = LAST_SECONDS if error.silent else self.shared.limits.silent_seconds
-        self._deadline = self.shared.reactor.timers.after(seconds, self._too_late)
+        left = seconds_left(self.shared.limits, error)
+        self._deadline = self.shared.reactor.timers.after(left, self._too_late)
         self._ask()
 
     def give_up(self, error: RemoteError) -> None:
@@ -361,14 +366,14 @@ class Inbound:
         connection.side = self
         self.shared.reactor.timers.cancel(self._deadline)
         if not old.closed:  # only the caller has seen its end
-            old.side = Superseded()
+            old.side = SupersededSide()
             old.end(PeerLost("connected again"))
             self._drop_arriving()
 
     def _ask(self) -> None:
         """Ask the caller's machine whether its process still runs, until it has connected again."""
         if self.session is not None and self.connection.closed and not self._ended:
-            Probe(self.shared, self.session.listens, self._asked)
+            ListenerProbe(self.shared, self.session.listens, self._asked)
 
     def _asked(self, answer: bool | None) -> None:
         if answer is False and self.connection.closed:

@@ -35,7 +35,7 @@ _SOCKET_NBYTES = 4 << 20
 _IDLE_SECONDS = 2  # of an idle connection, before its first keep-alive
 _MOST_PROBES = 127  # keep-alives that Linux counts
 _TCP_RTO_MAX_MS = 44  # a socket option that Python has no name for
-_LONGEST_RETRY_MS = 1000  # between two attempts of TCP to send a segment
+_MOST_RETRY_SECONDS = 120  # Linux's own limit
 _LAST_ANSWER_MS = struct.Struct("=56xI")  # `tcpi_last_ack_recv` of Linux's `struct tcp_info`
 _LONGEST_WAIT = 0.5  # longest sleep of the helper thread, in seconds
 
@@ -260,8 +260,8 @@ def tune(sock: socket.socket, silent_seconds: float) -> None:
     """Set large buffers; over TCP also no delay, and the silence after which the machine of the peer has failed.
 
     TCP itself brings a link back: it sends lost segments again until `silent_seconds` have passed without an answer.
-    Where Linux (6.15) can limit the time between two attempts, a link that is up again carries data within a second;
-    elsewhere that may take as long again as it was down.
+    Where Linux (6.15) can limit the time between two attempts, a link that is up again carries data after a tenth of
+    `silent_seconds` at most; elsewhere that may take as long again as it was down.
     """
     sock.setblocking(False)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SOCKET_NBYTES)
@@ -282,13 +282,13 @@ def tune(sock: socket.socket, silent_seconds: float) -> None:
     ):
         if hasattr(socket, name):
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-    _retry_soon(sock)
+    _retry_soon(sock, silent_seconds)
 
 
-def retry_soon() -> None:
-    """Have all TCP connections of this process retry within a second, the engine's too, which has no setting for it.
+def retry_soon(silent_seconds: float) -> None:
+    """Limit the time between two attempts of all TCP connections of this process: the engine has no setting for it.
 
-    See `tune`. It takes less than a millisecond, so it can be repeated as connections are made.
+    See `tune`. It takes about a millisecond, so it can be repeated as connections are made.
     """
     if not IS_LINUX:
         return
@@ -296,14 +296,30 @@ def retry_soon() -> None:
         with contextlib.suppress(OSError):  # no socket, or closed meanwhile
             sock = socket.socket(fileno=int(name))
             if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM:
-                _retry_soon(sock)
+                _retry_soon(sock, silent_seconds)
             sock.detach()  # its owner closes it
 
 
-def _retry_soon(sock: socket.socket) -> None:
+def _retry_soon(sock: socket.socket, silent_seconds: float) -> None:
     if IS_LINUX:
         with contextlib.suppress(OSError):  # an older kernel
-            sock.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, _LONGEST_RETRY_MS)
+            sock.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, 1000 * retry_seconds(silent_seconds))
+
+
+def retry_seconds(silent_seconds: float) -> int:
+    """The shortest limit of the time between two attempts by which Linux makes its 15 attempts in `silent_seconds`.
+
+    After them it gives the connection up, whatever its user time-out is. The time begins at 0.2 s, and doubles.
+
+    >>> [retry_seconds(seconds) for seconds in (5, 30, 300)]
+    [1, 3, 36]
+    """
+    enough = (
+        longest
+        for longest in range(1, _MOST_RETRY_SECONDS)
+        if sum(min(0.2 * 2**attempt, longest) for attempt in range(15)) > silent_seconds
+    )
+    return next(enough, _MOST_RETRY_SECONDS)
 
 
 def silence(sock: socket.socket) -> float:

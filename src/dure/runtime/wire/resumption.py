@@ -14,9 +14,9 @@ at once by RETURNED. So a handler that must not run twice needs nothing of its o
 
 The end of a connection alone does not show whether the other process has failed. Its machine tells: it refuses
 connections to the address where a process has listened that has ended. A caller sees that when it connects again, and
-a host asks (`Probe`). So a failure is noticed as soon as without sessions, and a process that runs has `silent_seconds`
-to come back. Without such an address (the caller does not listen) there is no session, nor over a Unix socket, which
-nothing but the end of a process can close.
+a host asks (`ListenerProbe`). So a failure is noticed as soon as without sessions, and a process that runs has
+`silent_seconds` to come back. Without such an address (the caller does not listen) there is no session, nor over a
+Unix socket, which nothing but the end of a process can close.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dure.core.node import nothing
 from dure.errors import DamagedFrame, NobodyListens, PeerLost, RemoteError
-from dure.runtime.wire.connection import Connection, Shared
+from dure.runtime.wire.connection import Broken, Connection, Shared
 from dure.runtime.wire.frame import Kind
 from dure.runtime.wire.reactor import begin_connection
 
 if TYPE_CHECKING:
     from dure.runtime.wire.frame import Frame
+    from dure.runtime.wire.values import WireLimits
 
 LAST_SECONDS = 2.0
 """Time for one more attempt after a machine has been silent for as long as it may be: its link may just be back."""
@@ -51,7 +52,12 @@ class ConnectionLost(PeerLost):
         super().__init__(f"the connection to {name} was lost for {seconds:g} s ({why})")
 
 
-class Session(NamedTuple):
+def seconds_left(limits: WireLimits, broken: Broken) -> float:
+    """Seconds in which another connection may replace one that has ended."""
+    return max(LAST_SECONDS, limits.silent_seconds - broken.silence)
+
+
+class WireSession(NamedTuple):
     """The part of a caller's HELLO by which a host recognizes it: a random name, and where the caller listens."""
 
     name: str
@@ -59,7 +65,7 @@ class Session(NamedTuple):
     resumes: bool = False
 
     @staticmethod
-    def of(meta: Mapping[str, Any]) -> Session | None:
+    def of(meta: Mapping[str, Any]) -> WireSession | None:
         """The session of a HELLO, if it has one. Raises `DamagedFrame`."""
         if "session" not in meta:
             return None
@@ -69,7 +75,7 @@ class Session(NamedTuple):
             raise DamagedFrame(f"no session: {meta['session']!r}.") from None
         if not (isinstance(name, str) and isinstance(host, str) and isinstance(port, int) and 0 < port < 1 << 16):
             raise DamagedFrame(f"no session: {meta['session']!r}.")
-        return Session(name, (host, port), resumes is True)
+        return WireSession(name, (host, port), resumes is True)
 
 
 @dataclass(slots=True)
@@ -126,7 +132,7 @@ class KeptAnswers:
         self.free([number for number in self._kept if number not in outstanding])
 
 
-class Probe:
+class ListenerProbe:
     """Asks whether a process still runs, at the `address` where it listens.
 
     `on_end` gets True if it has answered, False if the machine has refused the connection, else None.
@@ -153,7 +159,7 @@ class Probe:
         self._on_end(False if isinstance(error, NobodyListens) else self._answer)
 
 
-class Superseded:
+class SupersededSide:
     """The side of a connection in whose place another goes on."""
 
     def frame(self, frame: Frame) -> None:
