@@ -31,9 +31,8 @@ from dure import train
 from dure.errors import DureError
 from dure_studies import namespaces
 
-STEPS = 1500
-LEARNING = 600
-"""Steps of each worker, and of each learner."""
+STEPS = 4000
+"""Steps of each worker."""
 
 LIMIT_SECONDS = 240.0
 """Most seconds of a trial, without the time in which the link is down."""
@@ -41,6 +40,9 @@ LIMIT_SECONDS = 240.0
 START_SECONDS = 120.0
 EVERY = 20
 """Steps between two rows of the history, whose longest gap shows how long a run stood still."""
+
+SETTLE_SECONDS = 4.0
+"""Least time between two downs: all connections carry data again, as TCP tries again after 3 s at the latest."""
 
 MOST = 5
 """Most downs of one run."""
@@ -58,16 +60,16 @@ class Case:
 
 
 CASES = {
-    "collective": Case("bsp collective", steps=6 * STEPS, ordered=True),
+    "collective": Case("bsp collective", steps=4 * STEPS, ordered=True),
     "ring": Case("bsp collective:algorithm=ring", ordered=True),
-    "pipeline": Case("bsp collective gpipe:stages=2", ordered=True),
-    "bsp": Case("bsp ps:shards=2", ordered=True),
+    "pipeline": Case("bsp collective gpipe:stages=2", steps=STEPS // 2, ordered=True),
+    "bsp": Case("bsp ps:shards=2", steps=STEPS // 2, ordered=True),
     "ssp": Case("ssp ps:shards=2"),
     "ssp-1": Case("ssp ps:shards=1"),
     "downpour": Case("downpour ps:shards=2"),
-    "gossip": Case("ad-psgd", steps=10 * STEPS),
+    "gossip": Case("ad-psgd", steps=5 * STEPS),
     # actor 0 and the replay are on host 0, actor 1 is on the other
-    "rl": Case("bsp collective", "apex:env=CartPole-v1,actors=2,min_size=200", LEARNING, options=()),
+    "rl": Case("bsp collective", "apex:env=CartPole-v1,actors=2,min_size=200", STEPS // 3, options=()),
 }
 
 
@@ -117,7 +119,7 @@ def trial(name: str, cases: Sequence[str], downs: Sequence[Down], folder: Path) 
             _until(lambda: all(_began(folder / each) or _over(runs[each]) for each in cases), START_SECONDS)
             for down in downs:
                 _until_all_go_on(runs, folder)
-                time.sleep(down.after)
+                time.sleep(SETTLE_SECONDS + down.after)
                 namespaces._ip(hosts.names[1], "link set eth0 down")
                 time.sleep(down.seconds)
                 namespaces._ip(hosts.names[1], "link set eth0 up")

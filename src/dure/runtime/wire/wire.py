@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import selectors
 import socket
 import time
@@ -195,9 +196,15 @@ class Wire:
         return outbound is not None and outbound.error is None
 
     def silence(self, name: str) -> float:
-        """Seconds since the machine of a connected caller has answered; 0 where the system cannot tell."""
-        inbound = self._callers.open.get(name)
-        return 0.0 if inbound is None else silence(inbound.connection.sock)
+        """Seconds since the machine of a peer has answered; infinite while its connection is replaced by another one.
+
+        0 where the system cannot tell, or there is no peer of that name.
+        """
+        inbound, outbound = self._callers.open.get(name), self._hosts.get(name)
+        connections = [] if inbound is None else [inbound.connection]
+        if outbound is not None and outbound.error is None:
+            connections.append(outbound.connection)
+        return max((math.inf if each.closed else silence(each.sock) for each in connections), default=0.0)
 
     def evict(self, name: str, incarnation: int, reason: str) -> None:
         """Close the connection of a caller, and admit it again only as a later incarnation.

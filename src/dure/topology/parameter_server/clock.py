@@ -45,8 +45,8 @@ class ProgressMonitor:
     or far away, so its limit is ten times as long, and counts steps of the slowest worker. A worker that waits is never
     late.
 
-    A worker whose machine does not answer (`reaches`) is not late either: its link is down, and its updates come later.
-    Heartbeats decide how long that may last.
+    A worker is not late either while its machine, or that of a shard, does not answer (`reaches`): a link is down, and
+    updates come later. Heartbeats decide how long that may last.
     """
 
     def __init__(
@@ -60,9 +60,13 @@ class ProgressMonitor:
         self._steps: dict[int, deque[float]] = {}
 
     @staticmethod
-    def at(node: Node, seconds: float) -> ProgressMonitor:
-        """A monitor of the workers that call `node`."""
-        return ProgressMonitor(node.now, seconds, lambda worker: node.reaches(str(NodeId(WORKER, worker))))
+    def at(node: Node, seconds: float, shards: Sequence[Address]) -> ProgressMonitor:
+        """A monitor at `node` of workers that call all `shards`."""
+
+        def reaches(worker: int) -> bool:
+            return all(map(node.reaches, (str(NodeId(WORKER, worker)), *(shard.node for shard in shards))))
+
+        return ProgressMonitor(node.now, seconds, reaches)
 
     def begin(self, worker: int) -> None:
         """Note that `worker` may start a step, or has just joined."""
@@ -232,7 +236,7 @@ class ClockService(RemoteService):
         self.waits = self.refused = 0
         self.lost_workers: list[int] = []
         self.on_evicted: Callable[[int], None] = lambda worker: None
-        self.progress = ProgressMonitor.at(node, evict_seconds)
+        self.progress = ProgressMonitor.at(node, evict_seconds, self.shards)
         self._watchdog = Watchdog(node, self.progress, self._someone_waits, self._busy, self.evict)
         self.incarnations: dict[int, int] = dict.fromkeys(workers, 0)
         self.live = set(workers)

@@ -215,7 +215,7 @@ class Coordinator(RemoteService):
         self._present: dict[int, int] = {}
         self._fenced: dict[int, int] = {}
         self._outstanding: list[Operation[Reply]] = []
-        self._progress = ProgressMonitor.at(node, limits.evict_seconds)
+        self._progress = ProgressMonitor.at(node, limits.evict_seconds, self.shards)
         self._due = self._past_the_first = False
         self._resumed: Operation[None] | None = None
         self._told: set[int] = set()
