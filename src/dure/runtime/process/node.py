@@ -51,9 +51,6 @@ AGAIN_SECONDS = 0.1
 CALL_SECONDS = 300.0
 """Default time limit of a call: long enough for a wait at a barrier."""
 
-SILENT_SECONDS = 3.0
-"""Silence of a machine that shows that its link is down: keep-alives ask it after two seconds, then every second."""
-
 SHORT_NBYTES = 1 << 20
 """Memory work on fewer bytes ends before a helper thread would be awake, so none is used."""
 
@@ -219,7 +216,7 @@ class ProcessNode:
         return self.transfers is None and self.wire.borrows(peer, nbytes)
 
     def reaches(self, peer: str) -> bool:
-        return self.wire.silence(peer) < SILENT_SECONDS
+        return self.wire.reaches(peer)
 
     def overlapped(self, *values: torch.Tensor) -> AbstractContextManager[None]:
         return nullcontext() if self.transfers is None else self.transfers.overlapped(*values)

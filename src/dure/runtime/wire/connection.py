@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import select
 import selectors
 import socket
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -33,6 +35,15 @@ from dure.runtime.wire.values import HostCallbacks, Identity, PeerTraffic, WireL
 if TYPE_CHECKING:
     import torch
 
+
+LOOK_SECONDS = 1.0
+"""Period of the look at the silence of peers."""
+
+SILENT_SECONDS = 3.0
+"""Silence of a machine that shows that its link is down: keep-alives ask it after two seconds, then every second."""
+
+SETTLE_SECONDS = 5.0
+"""Time after a silence in which messages from before may still arrive: TCP tries again every few seconds."""
 
 _WAKE_NBYTES = 1 << 20  # while bulk data arrive, sleep until so much is available
 
@@ -74,6 +85,21 @@ class Shared:
         self.listens: tuple[str, int] | None = None  # an address where peers can see whether this process runs
         self.damaged = 0
         self.refused = 0
+        self._looking = False
+
+    def look_at_links(self) -> None:
+        """Look for silent peers, from now on until there are no connections to other machines."""
+        if not self._looking:
+            self._looking = True
+            self.reactor.timers.after(LOOK_SECONDS, self._look)
+
+    def _look(self) -> None:
+        self._looking = False
+        for connection in self.connections:
+            if connection.crosses_network:
+                if silence(connection.sock) >= SILENT_SECONDS:
+                    connection.silent_at = time.monotonic()
+                self.look_at_links()
 
     def traffic_with(self, peer: str) -> PeerTraffic:
         return self.traffic.setdefault(peer, PeerTraffic())
@@ -108,11 +134,14 @@ class Connection:
         self.lends = False  # whether the neighbor may read memory of this process
         self.trusted = shared.credentials.integrity == "checksum" or sock.family == socket.AF_UNIX
         self.crosses_network = sock.family != socket.AF_UNIX  # a Unix socket ends with one of its processes only
+        self.silent_at = -math.inf  # when the peer's machine was last found silent
         self._connecting = connecting
         self._closing = False  # the last frame is in the queue; received bytes are dropped
         self._low = 1
         tune(sock, shared.limits.silent_seconds)
         shared.connections.add(self)
+        if self.crosses_network:
+            shared.look_at_links()
         self._watch()
 
     def prove(self, seals: tuple[KeyedSeals, KeyedSeals]) -> None:

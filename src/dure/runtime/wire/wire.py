@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import math
 import selectors
 import socket
 import time
@@ -25,9 +24,9 @@ import torch
 
 from dure.errors import CallTimeout, PeerLost, RemoteError, UsageError
 from dure.runtime.wire.caller import CallerHandshake, Outbound, Pending
-from dure.runtime.wire.connection import Shared
+from dure.runtime.wire.connection import SETTLE_SECONDS, Shared
 from dure.runtime.wire.host import Callers, HostHandshake, Inbound
-from dure.runtime.wire.reactor import IS_LINUX, Reactor, endpoint, is_loopback, is_mine, listen_unix, silence
+from dure.runtime.wire.reactor import IS_LINUX, Reactor, endpoint, is_loopback, is_mine, listen_unix
 from dure.runtime.wire.seals import Credentials
 from dure.runtime.wire.values import HostCallbacks, Identity, OnDone, PeerTraffic, Request, ServesNobody, WireLimits
 
@@ -195,16 +194,17 @@ class Wire:
         outbound = self._hosts.get(peer)
         return outbound is not None and outbound.error is None
 
-    def silence(self, name: str) -> float:
-        """Seconds since the machine of a peer has answered; infinite while its connection is replaced by another one.
+    def reaches(self, name: str) -> bool:
+        """Whether the machine of a peer answers, and has for a while: what it sent before has arrived.
 
-        0 where the system cannot tell, or there is no peer of that name.
+        True where the system cannot tell, or there is no peer of that name.
         """
         inbound, outbound = self._callers.open.get(name), self._hosts.get(name)
         connections = [] if inbound is None else [inbound.connection]
         if outbound is not None and outbound.error is None:
             connections.append(outbound.connection)
-        return max((math.inf if each.closed else silence(each.sock) for each in connections), default=0.0)
+        settled = time.monotonic() - SETTLE_SECONDS
+        return not any(each.closed or each.silent_at > settled for each in connections)
 
     def evict(self, name: str, incarnation: int, reason: str) -> None:
         """Close the connection of a caller, and admit it again only as a later incarnation.

@@ -55,7 +55,6 @@ class ProgressMonitor:
         self.now = now
         self.seconds = seconds
         self.reaches = reaches
-        self._silent: set[int] = set()
         self._since: dict[int, float] = {}
         self._steps: dict[int, deque[float]] = {}
 
@@ -99,12 +98,8 @@ class ProgressMonitor:
         return min(max(0.0, first - self.now()), self.seconds)
 
     def _excused(self, worker: int) -> bool:
-        """Whether the link to a late worker is down, or was when it was late before; its time then starts anew."""
-        before = worker in self._silent
-        self._silent.discard(worker)
-        if not self.reaches(worker):
-            self._silent.add(worker)
-        elif not before:
+        """Whether a late worker cannot be reached; its time then starts anew."""
+        if self.reaches(worker):
             return False
         self.begin(worker)
         return True
