@@ -46,7 +46,7 @@ WITHOUT_TORCHFT = absent("torchft", "bench")
 BEGUN = 5
 """Steps that every process has made before one is killed."""
 
-LIMIT_SECONDS = 120.0
+LIMIT_SECONDS = 300.0
 
 
 class Ended(NamedTuple):
@@ -73,7 +73,7 @@ def start_dure(folder: Path, workers: int, steps: int) -> subprocess.Popen[bytes
     options = {"strategy": "bsp", "on": "local", "workers": workers, "steps": steps, "data": folder}
     options |= {"frozen-after": FROZEN_AFTER, "eval-every": steps, "out": folder / "run"}
     words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
-    command = [sys.executable, "-m", "dure", "train", job, *words]
+    command = [sys.executable, "-m", "dure", "train", job, *words, "--no-replace"]
     return subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 

@@ -121,6 +121,18 @@ def test_a_worker_that_is_started_again_gets_the_model_and_the_place_in_its_samp
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(2, 20))])
+def test_killed_and_frozen_workers_are_replaced_and_all_end_with_one_model(seed, tmp_path, fork_server):
+    kills = Kills(2, seed, ways=["kill", "stop"])
+    trial, outcome = run(tmp_path, fork_server, kills, steps=4 * STEPS, replace=True)
+    kills.gone.clear()
+    kills.again = True
+    check(trial, outcome, kills, tmp_path, 4 * STEPS)
+    assert sum(trial.driver.roster.incarnations.values()) == 2
+    assert outcome.notes["unfinished"] == {}
+
+
+@pytest.mark.long
 def test_connections_and_threads_of_a_generation_that_is_over_are_closed(tmp_path, fork_server):
     """Those of worker 0 are as many after worker 3 has been killed and has joined again, three times."""
     kills, held = Kills(3, seed=5, again=True), []

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 MOST_IN_VAIN = 3
 """Generations in a row that may end without a step, a failure or a newcomer before the run ends."""
 
+LOST = "every worker that had the model has failed. Resume from the last checkpoint, if one was written."
+
 TOO_LATE = "the others had finished before it could join"
 
 
@@ -153,14 +155,14 @@ class Generations:
         self._is_stopping = True
         self._answer(self._through, over=False)
         self._checkpoints.interrupt()
-        for name in living - self._stopped.keys():
+        for name in by_rank(living - self._stopped.keys()):
             self._commands.break_up(name, self._number)
 
     def _form(self) -> None:
         entering = {name: self._stopped[name] for name in by_rank(self._stopped.keys() & self._roster.living())}
         holding = {name: each.steps for name, each in entering.items() if not each.fresh}
         if not holding:
-            self._error = self._error or DureError("every worker that had the model has failed.")
+            self._error = self._error or DureError(LOST)
             return
         steps, newcomers = max(holding.values()), len(entering) > len(holding)
         alike = not newcomers and set(holding.values()) == {steps}
