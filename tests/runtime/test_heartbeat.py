@@ -49,7 +49,7 @@ def test_a_full_pipe_delays_no_process_and_hides_none(pipe: BeatPipe) -> None:
 
 def test_a_process_whose_launcher_has_ended_goes_on(pipe: BeatPipe) -> None:
     with open(os.devnull, "rb") as nothing:
-        os.dup2(nothing.fileno(), pipe._source)  # the only reader is gone
+        os.dup2(nothing.fileno(), pipe.source)  # the only reader is gone
     put(pipe.sink, 0, 0, False)
 
 

@@ -19,6 +19,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "atari": ("ale_py", "cv2"),
     "text": ("tokenizers", "transformers"),
     "tensorboard": ("tensorboard",),
+    "ray": ("ray",),
 }
 """The modules of each extra. `pyproject.toml` has their distributions."""
 

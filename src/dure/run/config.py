@@ -30,7 +30,7 @@ from dure.core.target import Target
 from dure.core.text import quoted
 from dure.errors import UsageError
 from dure.run.devices import check_form
-from dure.run.places import DEFAULT, LAUNCHERS, is_real, is_started_outside
+from dure.run.places import DEFAULT, LAUNCHERS, check_address, is_real, is_started_outside
 from dure.run.strategy import AXES, Strategy, by_axis
 
 if TYPE_CHECKING:
@@ -337,14 +337,17 @@ class TrainConfig(Options):
     partition: str | None = None
     """How the model is split; none if left out."""
     on: str = ""
-    """local, torchrun, virtual (a uniform cluster in virtual time), or a cluster file: virtual as well. local if left
-    out."""
+    """local, torchrun, ray (a Ray of this run's own), ray:HOST:PORT or ray:auto (a running Ray), virtual (a uniform
+    cluster in virtual time), or a cluster file: virtual as well. local if left out."""
     key_file: Changes[Path | None] = None
     """Under torchrun: file with the run's key, at least 32 random bytes, of mode 0600, the same at every rank. If left
     out, rank 0 draws a key and hands it out through torchrun's store."""
     integrity: Changes[Literal["mac", "checksum"]] = "mac"
     """How tensors between machines are protected: by an authentication code under the run's key (mac), or by a checksum
     alone, for private networks. Headers always have an authentication code."""
+    insecure: Changes[bool] = False
+    """With ray: run also on a cluster of several machines that asks for no token, where everyone who reaches a port of
+    Ray can execute code and read the run's key."""
     resume: Path | None = None
     """Folder of a run to continue from its last complete checkpoint. Its options hold; steps, epochs, seconds, device
     and some others may change, with bsp over collectives the partition too (docs/guide.md)."""
@@ -360,6 +363,7 @@ class TrainConfig(Options):
             if self.resume is not None:
                 return  # a run that is resumed has its place
             object.__setattr__(self, "on", DEFAULT)
+        check_address(self.on)
         if self.key_file is not None and not is_started_outside(self.on):
             raise UsageError(
                 f"key_file={str(self.key_file)!r} is for ranks that torchrun starts. A run on this machine draws a "
@@ -427,7 +431,7 @@ class CompareConfig(ComparedTarget, Options):
     """A whole strategy in one text, as in "ssp:bound=3 ps:shards=2". Repeat it. If left out: bsp, averaging:period=8,
     ssp:bound=3 and downpour."""
     on: Repeated[Texts] = ()
-    """local, virtual, or a cluster file. Repeat it to compare places. local if left out."""
+    """local, ray, ray:HOST:PORT, virtual, or a cluster file. Repeat it to compare places. local if left out."""
     report: Path | None = None
     """File of the report. If left out: report.html, or the first of report-2.html, report-3.html, ... that is free."""
 

@@ -26,7 +26,7 @@ from dure.run.break_even import break_even_summary
 from dure.run.config import TrainConfig
 from dure.run.devices import notice
 from dure.run.outcome import Outcome, check_applied, summary
-from dure.run.places import LAUNCHERS, is_real, is_started_outside
+from dure.run.places import is_here, is_real, is_started_outside, launcher_of
 from dure.run.prebuilt import Callbacks, Prebuilt, named, placed
 from dure.run.resolve import ENDLESS, resolve
 from dure.run.resume import CLUSTER, cluster_of, fingerprints, is_split_otherwise, resumed, split_again
@@ -66,8 +66,9 @@ def train(job: str | Job, *, sync: Any = None, on: str | Cluster = "", **options
 
 def run(config: TrainConfig, prebuilt: Prebuilt = Prebuilt()) -> Run:
     """Carry out the run that `config` asks for. Under torchrun every rank calls this, and all get the same record."""
-    if config.resume is None and is_real(config.on):
-        config = LAUNCHERS[config.on].load().after_restart(config)
+    launcher = launcher_of(config.on)
+    if config.resume is None and launcher is not None:
+        config = launcher.load().after_restart(config)
     if config.resume is not None:
         config = resumed(config, prebuilt.cluster)
     return _carry_out(config, prebuilt)
@@ -76,15 +77,15 @@ def run(config: TrainConfig, prebuilt: Prebuilt = Prebuilt()) -> Run:
 def _carry_out(config: TrainConfig, prebuilt: Prebuilt) -> Run:
     if config.tensorboard:
         import_extra("tensorboard", "--tensorboard")
-    if not is_real(config.on):
+    launcher = launcher_of(config.on)
+    if launcher is None:
         return _run_here(config, prebuilt, None)
     if prebuilt.job is not None:
         raise UsageError(
             "a Job object cannot be handed to other processes. Put its function into a file and name it "
             '("train.py:make_job"), or run in virtual time (on="virtual").'
         )
-    launcher = LAUNCHERS[config.on].load()
-    done: Run = launcher.run_real(config, prebuilt, lambda config, launch: _run_here(config, prebuilt, launch))
+    done: Run = launcher.load().run_real(config, prebuilt, lambda config, launch: _run_here(config, prebuilt, launch))
     return done
 
 
@@ -104,7 +105,7 @@ def _run_here(config: TrainConfig, prebuilt: Prebuilt, launch: Callable[..., Out
         validate_job(setup.job, name, rows=max(sizes), fewest=min(sizes), seed=config.seeded)
     if setup.stages is not None:
         setup.stages.measure()
-    if not config.virtual and not is_started_outside(config.on):
+    if is_here(config.on):
         memory = usable_memory()
         check_memory(len(setup.deployment.nodes), setup.replica.params.nbytes // setup.parts, memory)
     if not (prebuilt.told or is_started_outside(config.on)):

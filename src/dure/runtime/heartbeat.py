@@ -69,12 +69,13 @@ class Heartbeat:
 class BeatPipe:
     """A pipe that carries the heartbeats of all processes of a launcher; they inherit its end `sink`.
 
-    The pipe outlives the incarnations of processes: a beat of an earlier one is ignored.
+    The pipe outlives the incarnations of processes: a beat of an earlier one is ignored. `source` is readable when
+    beats have arrived.
     """
 
     def __init__(self) -> None:
-        self._source, self.sink = os.pipe()
-        for end in (self._source, self.sink):
+        self.source, self.sink = os.pipe()
+        for end in (self.source, self.sink):
             os.set_blocking(end, False)
         self._names: dict[int, str] = {}
         self._numbers = itertools.count()
@@ -89,12 +90,12 @@ class BeatPipe:
         """Yield the heartbeats that have arrived since the last call."""
         with contextlib.suppress(BlockingIOError):
             while True:
-                for number, clock, waiting in _BEAT.iter_unpack(os.read(self._source, _BEAT.size << 10)):
+                for number, clock, waiting in _BEAT.iter_unpack(os.read(self.source, _BEAT.size << 10)):
                     if number in self._names:
                         yield Beat(self._names[number], clock, waiting)
 
     def close(self) -> None:
-        os.close(self._source)
+        os.close(self.source)
         os.close(self.sink)
 
 

@@ -19,6 +19,7 @@ from dure.runtime.launch.interruption import Interruption
 if TYPE_CHECKING:
     from dure.report.run import Run
     from dure.run.config import TrainConfig
+    from dure.run.places import ReusableLauncher
     from dure.run.prebuilt import Callbacks, Prebuilt
     from dure.run.setup import Setup
 
@@ -55,18 +56,45 @@ def run_processes(
     with ExitStack() as stack:
         if fork_server is None:
             fork_server = stack.enter_context(ForkServer())
-        fork_server.load(setup.plain())
-        stack.callback(fork_server.clear)
-        restarts = RestartPolicy(setup, folder)
+        return train_on(fork_server, setup, callbacks, resume, folder, interruption=interruption)
 
-        def make() -> Driver:
-            return Driver(setup, callbacks, fork_server, folder=folder, restarts=restarts, interruption=interruption)
 
-        return keep_running(make, fork_server, resume, interruption)
+def train_on(
+    launcher: ReusableLauncher,
+    setup: Setup,
+    callbacks: Callbacks,
+    resume: Path | None,
+    folder: Path | None,
+    *,
+    interruption: Interruption,
+    interface: str | None = None,
+) -> Outcome:
+    """Train `setup` on processes of `launcher`, which reach this one at `interface` if they are on other machines."""
+    restarts = RestartPolicy(setup, folder)
+
+    def make() -> Driver:
+        return Driver(
+            setup,
+            callbacks,
+            launcher,
+            folder=folder,
+            restarts=restarts,
+            interface=interface,
+            interruption=interruption,
+        )
+
+    launcher.load(setup.plain())
+    try:
+        return keep_running(make, launcher, resume, interruption)
+    finally:
+        launcher.clear()
 
 
 def keep_running(
-    make: Callable[[], Driver], fork_server: ForkServer, resume: Path | None, interruption: Interruption | None = None
+    make: Callable[[], Driver],
+    launcher: ReusableLauncher,
+    resume: Path | None,
+    interruption: Interruption | None = None,
 ) -> Outcome:
     """Run one driver after another, each from the last checkpoint, until the work is done."""
     interruption = interruption or Interruption()
@@ -84,7 +112,7 @@ def keep_running(
                 raise
         finally:
             driver.close()
-        fork_server.clear()
+        launcher.clear()
         assert driver.folder is not None
         resume, before = driver.folder, driver
         driver.callbacks.rewind(checkpoint.rows(checkpoint.load(resume)))

@@ -78,10 +78,10 @@ class ForkServer:
     """The launcher's interface: starts processes, reports their exits, and ends all of them. A context manager.
 
     `exited` maps names to exit statuses, negative for the signal that ended them. `beats` carries the heartbeats of the
-    processes; its end `sink` has the same number in each of them.
+    processes; its end `sink` has the same number in each of them. Output goes to the descriptor `shown`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, shown: int = relay.STDERR) -> None:
         self.exited: dict[str, int] = {}
         self.pids: dict[str, int] = {}
         self._last_lines: dict[str, str] = {}
@@ -93,7 +93,7 @@ class ForkServer:
         self._answers, answers = os.pipe()
         os.set_blocking(self._answers, False)
         self.beats = BeatPipe()
-        shown = os.dup(relay.STDERR)
+        shown = os.dup(shown)
         ends = Ends(life, self.beats.sink, requests, answers, shown, self._output.fileno())
         self._process = subprocess.Popen(
             [sys.executable, "-m", PROGRAM, *map(str, ends)],
@@ -145,6 +145,16 @@ class ForkServer:
         if self._process.poll() is not None:
             self._kill_groups()
             raise self._ended()
+
+    @property
+    def sources(self) -> tuple[int, int]:
+        """Descriptors that can be read when `look` or `beats` has something new."""
+        return self._answers, self.beats.source
+
+    @property
+    def status(self) -> int | None:
+        """Exit status of the fork server, negative for a signal; None while it runs."""
+        return self._process.poll()
 
     @property
     def processes(self) -> Mapping[str, int]:
