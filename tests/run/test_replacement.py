@@ -95,6 +95,17 @@ def test_downpour_repeats_no_steps_but_those_that_were_not_reported(tmp_path, ru
     assert outcome.params.equal(notes.replay(trial.setup, trial.driver.logs))
 
 
+def test_a_dead_worker_of_a_checkpoint_goes_on_after_its_last_report(tmp_path, run):
+    options = {"out": tmp_path / "run", "checkpoint_every": 100, "data": tmp_path}
+    trial, outcome = run("waits_now_and_then", "downpour ps", Kills("worker 1"), **options, replace=False)
+    assert outcome.notes["unfinished"].keys() == {"worker 1"}
+    reported = trial.driver.progress.steps("worker 1")
+    assert reported >= 20
+    trial, outcome = run("waits_now_and_then", "downpour ps", lambda trial: None, **options, resume=tmp_path / "run")
+    assert trial.driver.roster.finished["worker 1"]["done"] == STEPS - reported
+    assert outcome.totals.per_worker["worker 1"]["steps"] == STEPS
+
+
 def test_all_workers_are_replaced_where_servers_have_the_model(run):
     kills = Kills("worker 0", "worker 1", "worker 2")
     trial, outcome = run("waits_now_and_then", "downpour ps", kills)
@@ -138,3 +149,14 @@ def test_progress_resets_the_back_off_and_an_exit_is_waited_for():
         assert again.due(1000.0, {"worker 0": -9}) == ["worker 0"]
     assert pauses == pytest.approx([AGAIN_SECONDS * factor for factor in (1, 2, 4, 8, 1)])
     assert again.in_vain("worker 0") == 0
+
+
+def test_a_process_that_fails_before_it_begins_has_made_no_progress():
+    steps = {"worker 0": 0}
+    again = Replacements(steps.__getitem__)
+    again.begin("worker 0")
+    steps["worker 0"] = 20
+    for count in range(4):
+        again.failed("worker 0", 100.0)
+        assert again.due(1000.0, {"worker 0": -9}) == ["worker 0"]
+        assert again.in_vain("worker 0") == count

@@ -149,8 +149,9 @@ def test_the_last_worker_that_freezes_ends_the_run():
     given.supervisor.failed("worker 0", "exit status 1")
     given.freeze("worker 1")  # the other may be started again
     given.launcher.exited, given.now = {"worker 0": 1}, 2.0
+    given.supervisor.due()
     with raising(DureError, "worker 1,"):
-        given.supervisor.due()
+        given.freeze("worker 1")
 
 
 def test_the_last_worker_that_freezes_ends_a_run_that_starts_none_again():
@@ -159,6 +160,23 @@ def test_the_last_worker_that_freezes_ends_a_run_that_starts_none_again():
     given.supervisor.failed("worker 0", "exit status 1")
     with raising(DureError, "worker 1,"):
         given.freeze("worker 1")
+
+
+def test_the_last_worker_that_dies_beside_a_frozen_one_ends_a_run_that_starts_none_again():
+    given = Given()
+    given.supervisor.setup.replaces = False
+    given.freeze("worker 1")
+    given.supervisor.failed("worker 0", "exit status 1")
+    with raising(DureError, "worker 1,"):
+        given.freeze("worker 1")
+
+
+def test_a_worker_that_makes_no_progress_is_waited_for_when_the_others_have_died():
+    given = Given()
+    given.supervisor.setup.replaces = False
+    given.supervisor.evicted_by_clock("worker 1")
+    given.supervisor.failed("worker 0", "exit status 1")
+    given.freeze()
 
 
 def test_the_fork_server_is_watched_while_it_may_have_to_start_processes():
@@ -206,6 +224,21 @@ def test_nobody_is_started_again_once_nobody_has_the_model():
     given.launcher.exited = dict.fromkeys(("worker 0", "worker 1"), -signal.SIGKILL)
     given.now = 1000.0
     assert given.supervisor.due() == []
+
+
+def test_a_worker_that_starts_while_the_last_one_with_the_model_dies_is_killed():
+    given = Given()
+    given.roster.servers = []
+    given.supervisor.disconnected(loss("worker 0"))
+    given.launcher.exited, given.now = {"worker 0": -signal.SIGKILL}, 2.0
+    assert given.supervisor.due() == ["worker 0"]
+    given.failures.restarted("worker 0")
+    given.roster.admit("worker 0")
+    given.supervisor.disconnected(loss("worker 1"))
+    assert given.supervisor.due() == []
+    assert given.launcher.calls == [("signal", "worker 0", signal.SIGKILL)]
+    assert given.roster.failed.keys() == {"worker 0", "worker 1"}
+    assert not given.supervisor.replacements.awaited
 
 
 def test_nobody_is_started_again_before_the_run_has_begun():

@@ -454,6 +454,7 @@ class Driver(RemoteService):
             "totals": self.progress.totals.state(),
             "seconds": self.node.now(),
             "progress": self.progress.reports,
+            "last_steps": self.progress.last_steps,
             "finished": self.roster.finished,
             "origin": self.setup.origin,
             "companions": self.companions.figures(),
@@ -468,7 +469,7 @@ class Driver(RemoteService):
 
     def _resume(self, part: State) -> None:
         plain, tensors = part.plain, part.tensors
-        self.progress.restore(plain["totals"], plain["seconds"], plain["progress"])
+        self.progress.restore(plain["totals"], plain["seconds"], plain["progress"], plain.get("last_steps", {}))
         self.history.restore([dict(row) for row in plain["history"]])
         self.roster.restore(plain["finished"])
         for name in self.roster.finished:

@@ -55,6 +55,7 @@ class Replacements:
             killed = exited[name] < 0
             progressed = self._progress(name) != self._at_start.get(name, self._progress(name))
             self._in_vain[name] = 0 if killed and progressed else self._in_vain[name] + 1
+            self._at_start[name] = self._progress(name)  # it may fail before it begins
         return found
 
     def in_vain(self, name: str) -> int:

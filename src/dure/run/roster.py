@@ -230,7 +230,8 @@ TRAFFIC = ("bytes_sent", "bytes_received", "messages")
 class RunProgress:
     """The last report of each worker, and the totals of the run.
 
-    `at` is the last step boundary that a worker has reported. `totals` counts workers that have finished or failed;
+    `at` is the last step boundary that a worker has reported, `last_steps` are the steps that a worker has reported, a
+    failed one too. `totals` counts workers that have finished or failed;
     `reports` are those of the others. `refused_of_failed` are updates that failed workers had refused before.
     """
 
@@ -238,26 +239,33 @@ class RunProgress:
         self.totals = Totals()
         self.reports: dict[str, Mapping[str, Any]] = {}
         self.at: dict[str, int] = {}
-        self._steps: dict[str, int] = {}
+        self.last_steps: dict[str, int] = {}
         self.refused_of_failed = 0
         self._setup = setup
         self._roster = roster
 
-    def restore(self, totals: Mapping[str, Any], seconds: float, reports: Mapping[str, Mapping[str, Any]]) -> None:
+    def restore(
+        self,
+        totals: Mapping[str, Any],
+        seconds: float,
+        reports: Mapping[str, Mapping[str, Any]],
+        last_steps: Mapping[str, int],
+    ) -> None:
         """Go on from the counts and the reports of a checkpoint."""
         self.totals = Totals.restored(totals)
         self.totals.seconds = seconds
         self.reports = dict(reports)
         self.at = {name: int(report["at"]) for name, report in reports.items()}
+        self.last_steps = dict(last_steps)
 
     def report(self, name: str, fields: Mapping[str, Any]) -> None:
         self.reports[name] = fields
         self.at[name] = fields["at"]
-        self._steps[name] = int(fields["steps"])
+        self.last_steps[name] = int(fields["steps"])
 
     def steps(self, name: str) -> int:
         """The steps that a worker has last reported, in this incarnation or an earlier one."""
-        return self._steps.get(name, 0)
+        return self.last_steps.get(name, 0)
 
     def samples(self) -> int:
         """Samples that all workers have used so far."""

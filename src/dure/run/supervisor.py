@@ -15,7 +15,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -170,9 +170,8 @@ class Supervisor:
     def due(self) -> list[str]:
         """The workers that were killed, and are to be started again now."""
         now, exited = self.now(), self.launcher.exited
-        if not self.has_model:  # a newcomer would begin with the initial one
-            for name in list(self.replacements.awaited):
-                self.replacements.give_up(name)
+        if not self.has_model:
+            self._give_up_newcomers()
         for name in self.replacements.gone(now, exited):
             self.replacements.give_up(name)
         found = self.replacements.due(now, exited)
@@ -180,21 +179,27 @@ class Supervisor:
         for name in found:
             text = "is started again" if name in again else "is not started again; the others go on without it"
             log.warning("%s %s.", name, text)
-        if len(again) < len(found):
-            self._check_left()
         return again
-
-    def _check_left(self) -> None:
-        """Raise `DureError` if all workers that have not failed are evicted."""
-        roster = self.roster
-        if roster.evicted and not (roster.finished or roster.living() or self.replacements.awaited):
-            name, reason = list(roster.evicted.items())[-1]
-            raise DureError(f"no worker is left; the last of them, {name}, is {reason}.")
 
     @property
     def has_model(self) -> bool:
-        """Whether a server or a living worker has the model of the run."""
-        return bool(self.roster.servers or self.roster.living())
+        """Whether a server or a living worker has the model of the run. A worker that only starts has none yet."""
+        return bool(self.roster.servers or self.roster.living() & self.roster.ready)
+
+    def _give_up_newcomers(self) -> None:
+        """Start no worker again, and kill those that start: they would begin with the initial model."""
+        for name in list(self.replacements.awaited):
+            self.replacements.give_up(name)
+        if self.begun.done:
+            for name in self.roster.living() - self.roster.ready:
+                self._end(name, "no other worker has the model")
+                self.replacements.give_up(name)
+
+    def _end(self, name: str, reason: str) -> None:
+        """Kill a process, which has failed for `reason`."""
+        self.failures.because(name, reason)
+        self.launcher.signal(name, signal.SIGKILL)
+        self.failed(name, reason)
 
     def evicted_by_clock(self, name: str) -> None:
         """Note that the clock has evicted a worker that makes no progress."""
@@ -208,9 +213,20 @@ class Supervisor:
         if not self.begun.done or self.restarts.awaited:
             watched.append(FORK_SERVER)
         self.liveness.look(watched)
-        for name in self.liveness.frozen(watched):
+        frozen = self.liveness.frozen(watched)
+        for name in frozen:
             self._give_up(name, f"frozen: no heartbeat for {self.setup.config.frozen_after:g} s")
+        self._check_left(frozen)
         return self.liveness.described(watched)
+
+    def _check_left(self, frozen: Collection[str]) -> None:
+        """Raise `DureError` if all workers that have not failed are frozen. One that makes no progress comes back."""
+        roster = self.roster
+        if roster.finished or roster.living() or self.replacements.awaited:
+            return
+        if roster.evicted and roster.evicted.keys() <= set(frozen):
+            name, reason = list(roster.evicted.items())[-1]
+            raise DureError(f"no worker is left; the last of them, {name}, is {reason}.")
 
     def _evict(self, name: str, reason: str) -> None:
         """Go on without a worker whose process may come back."""
@@ -231,9 +247,7 @@ class Supervisor:
         elif name in self.roster.workers and self._can_come_back(name):
             self._evict_frozen(name, reason)
         else:
-            self.failures.because(name, reason)
-            self.launcher.signal(name, signal.SIGKILL)
-            self.failed(name, reason)
+            self._end(name, reason)
 
     def _can_come_back(self, name: str) -> bool:
         return self.begun.done and self.can_lose(name) and not self.setup.topology.in_place
@@ -245,4 +259,3 @@ class Supervisor:
             self.commands.tell_neighbors(name)
         if self.roster.servers:
             self.commands.tell_clock("frozen", name)
-        self._check_left()
