@@ -160,7 +160,7 @@ class Train(Layered, Emission, TrainConfig):
         from dure.run.emit_targets import emitted
 
         assert self.emit is not None
-        text = emitted(self.emit, launch_of_train(options, self.nodes, self.image))
+        text = emitted(self.emit, launch_of_train(self.emit, options, self.nodes, self.image))
         return CommandResult({"emit": self.emit, "text": text}, [text])
 
 

@@ -43,7 +43,7 @@ def advice(options: PlanOptions, emission: Emission) -> tuple[dict[str, Any], Se
         said = f"page: {write_plan_page(options.report, values)}"
     if emission.emit is not None:
         command = found.commands[found.strategy]
-        text = emitted(emission.emit, launch_of(command.config, command.ranks, emission.image))
+        text = emitted(emission.emit, launch_of(emission.emit, command.config, command.ranks, emission.image))
         return {**values, "emitted": text}, [text], "\n".join(filter(None, [*sentences(values), said]))
     return values, [answer(values), table(values), ending(values)], said
 

@@ -11,18 +11,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from dure.core.address import FOUND
 from dure.errors import UsageError
 from dure.run.config import TrainConfig, WorkerRange
-from dure.run.devices import kind_of
+from dure.run.devices import CPU, kind_of
 from dure.run.strategy import AXES
 
 if TYPE_CHECKING:
     from dure.runtime.virtual.cluster import Cluster
 
-Target = Literal["torchrun", "slurm", "kubernetes", "pytorchjob"]
+Target = Literal["torchrun", "slurm", "kubernetes", "pytorchjob", "ray"]
 
-PODS: Sequence[Target] = ("kubernetes", "pytorchjob")
+PODS: Sequence[Target] = ("kubernetes", "pytorchjob", "ray")
 """Targets whose machines are pods of an image."""
+
+TORCHRUN = "torchrun"
+"""The place of a run whose ranks torchrun starts."""
+
+ON: Mapping[Target, str] = {"ray": f"ray:{FOUND}"}
+"""The places of other runs, by target."""
 
 RESTARTS = 3
 """Restarts by torchrun of a run that writes checkpoints."""
@@ -43,9 +50,9 @@ class Emission:
 
     emit: Target | None = None
     """Print how a run is started elsewhere, and start nothing: torchrun (a line), slurm (a batch script), kubernetes
-    (a TrainJob of Kubeflow Trainer v2) or pytorchjob (the older PyTorchJob)."""
+    (a TrainJob of Kubeflow Trainer v2), pytorchjob (the older PyTorchJob) or ray (a RayJob of KubeRay)."""
     image: str = ""
-    """With --emit kubernetes or pytorchjob: the container image of the pods."""
+    """With --emit kubernetes, pytorchjob or ray: the container image of the pods."""
 
 
 def check_emission(asked: Emission, nodes: int | None = None) -> None:
@@ -54,7 +61,9 @@ def check_emission(asked: Emission, nodes: int | None = None) -> None:
         raise UsageError(f"nodes={nodes} is for a text that --emit writes. Leave it out, or add --emit slurm.")
     pods = asked.emit in PODS
     if asked.image and not pods:
-        raise UsageError(f"image={asked.image} is for the pods of --emit {' or '.join(PODS)}. Leave it out.")
+        raise UsageError(
+            f"image={asked.image} is for the pods of --emit {', '.join(PODS[:-1])} or {PODS[-1]}. Leave it out."
+        )
     if pods and not asked.image:
         raise UsageError(
             f"--emit {asked.emit} needs the container image of the pods, and image is not given. Write --image "
@@ -62,21 +71,22 @@ def check_emission(asked: Emission, nodes: int | None = None) -> None:
         )
 
 
-def launch_of_train(options: Mapping[str, Any], nodes: int | None, image: str) -> Launch:
+def launch_of_train(target: Target, options: Mapping[str, Any], nodes: int | None, image: str) -> Launch:
     """A launch of the run of `options` (those of `TrainConfig`) on the machines that `on` names, or on so many `nodes`.
 
-    Raises `UsageError` if torchrun cannot start the run there.
+    Raises `UsageError` if `target` cannot start the run there.
     """
+    on = ON.get(target, TORCHRUN)
     if options["resume"] is not None:
         raise UsageError(
             f"--emit writes how a new run starts, and resume={options['resume']} names one that has begun. In the text "
-            f"for that run, write --resume {options['resume']} --on torchrun in place of the options of dure train."
+            f"for that run, write --resume {options['resume']} --on {on} in place of the options of dure train."
         )
     if isinstance(options["workers"], WorkerRange):
-        raise UsageError(f"torchrun starts a fixed number of ranks, and --workers is {options['workers']}. Give one.")
+        raise UsageError(f"--emit starts a fixed number of workers, and --workers is {options['workers']}. Give one.")
     ranks = _ranks(TrainConfig(on=options["on"], workers=options["workers"]), nodes)
-    config = TrainConfig.of({**options, "on": "torchrun", "workers": None})
-    return launch_of(config, ranks, image)
+    config = TrainConfig.of({**options, "on": on, "workers": None})
+    return launch_of(target, config, ranks, image)
 
 
 def _ranks(place: TrainConfig, nodes: int | None) -> Sequence[int]:
@@ -106,7 +116,7 @@ def _ranks(place: TrainConfig, nodes: int | None) -> Sequence[int]:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A run of `config` by `ranks` workers on each of `nodes` machines, all started by torchrun.
+    """A run of `config` by `ranks` workers on each of `nodes` machines.
 
     `image` is the container image of the machines, where they are pods.
     """
@@ -124,7 +134,7 @@ class Launch:
 
     @property
     def arguments(self) -> list[str]:
-        """The words after `python -m`: those of `dure train` at each rank."""
+        """The words after `python -m`: those of `dure train`, at each rank if torchrun starts it."""
         return ["dure", *arguments_of(self.config)]
 
     @property
@@ -140,7 +150,8 @@ class Launch:
     @property
     def described(self) -> str:
         """The run in words, for a comment."""
-        job, ranks = " ".join(self.config.job.split()), "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
+        noun = "rank" if self.config.on == TORCHRUN else "worker"
+        job, ranks = " ".join(self.config.job.split()), f"1 {noun}" if self.ranks == 1 else f"{self.ranks} {noun}s"
         return f"{job} on {'1 machine' if self.nodes == 1 else f'{self.nodes} machines'} with {ranks}" + (
             "" if self.nodes == 1 else " on each"
         )
@@ -153,11 +164,11 @@ def ranks_of(cluster: Cluster) -> list[int]:
     return list(Counter(map(cluster.machine_of, range(cluster.workers))).values())
 
 
-def launch_of(config: TrainConfig, ranks: Sequence[int], image: str = "") -> Launch:
+def launch_of(target: Target, config: TrainConfig, ranks: Sequence[int], image: str = "") -> Launch:
     """A launch of `config` on machines with so many `ranks` each.
 
     Raises:
-        UsageError: torchrun cannot start the run there; the message names the nearest change.
+        UsageError: `target` cannot start the run there; the message names the nearest change.
     """
     from dure.run.resolve import check_without_job
     from dure.topology.base import topology_of
@@ -167,7 +178,10 @@ def launch_of(config: TrainConfig, ranks: Sequence[int], image: str = "") -> Lau
             f"the machines have {', '.join(map(str, ranks))} workers, and --emit starts the same number of ranks "
             "on each. Describe machines with equal numbers of workers."
         )
-    config = replace(config, on="torchrun", workers=None)
+    on = ON.get(target, TORCHRUN)
+    if on != TORCHRUN and config.device not in (None, CPU):
+        raise UsageError(f"--on ray trains on CPUs, and device={config.device} was asked for. Write --emit kubernetes.")
+    config = replace(config, on=on, workers=None if on == TORCHRUN else sum(ranks))
     strategy = config.chosen()
     check_without_job(config, strategy, sum(ranks))
     if topology_of(strategy.topology).one_machine and len(ranks) > 1:

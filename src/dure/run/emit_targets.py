@@ -6,8 +6,9 @@
 | `slurm`      | a batch script: one `srun` task on each machine, which runs torchrun                             |
 | `kubernetes` | the manifest of a `TrainJob`: Kubeflow Trainer v2, trainer.kubeflow.org/v1alpha1 of release 2.3.0 |
 | `pytorchjob` | the manifest of a `PyTorchJob`: Kubeflow Training Operator v1, kubeflow.org/v1 of release 1.9.0  |
+| `ray`        | the manifest of a `RayJob`: KubeRay, ray.io/v1 of release 1.6.2                                  |
 
-In all of them torchrun starts the ranks of `dure train --on torchrun` on each machine, and rank s modulo ranks starts
+In all but the last of them torchrun starts the ranks of `dure train --on torchrun` on each machine, and rank s modulo ranks starts
 server s (`run.launchers.torchrun`). A target is a function that returns the text of an `emit.Launch`.
 """
 
@@ -189,11 +190,45 @@ def _pods(launch: Launch, count: int) -> dict[str, Any]:
     return {"replicas": count, "restartPolicy": "Never", "template": {"spec": {"containers": [container]}}}
 
 
+# ---- Ray
+
+RAY_VERSION = "2.60.0"
+"""The version that a manifest names. KubeRay asks for 2.52 or newer where a cluster has tokens."""
+
+
+def ray(launch: Launch) -> str:
+    """The manifest of a `RayJob`: a pod for the driver and a pod for each machine, which end with the run.
+
+    KubeRay makes the token. It submits the command by HTTP: its other ways pass the command through two shells.
+    """
+    worker = {"groupName": "machines", "replicas": launch.nodes, "minReplicas": launch.nodes}
+    cluster = {
+        "rayVersion": RAY_VERSION,
+        "authOptions": {"mode": "token"},
+        "headGroupSpec": {"rayStartParams": {"num-cpus": "0"}, "template": _ray_pod(launch, "head")},
+        "workerGroupSpecs": [
+            {**worker, "maxReplicas": launch.nodes, "rayStartParams": {}, "template": _ray_pod(launch, "machine")}
+        ],
+    }
+    spec = {
+        "entrypoint": shlex.join(["python", "-m", *launch.arguments]),
+        "submissionMode": "HTTPMode",
+        "shutdownAfterJobFinishes": True,
+        "rayClusterSpec": cluster,
+    }
+    return manifest(launch, "RayJob", "ray.io/v1", spec)
+
+
+def _ray_pod(launch: Launch, name: str) -> dict[str, Any]:
+    return {"spec": {"containers": [{"name": name, "image": launch.image}]}}
+
+
 TARGETS: Mapping[Target, Callable[[Launch], str]] = {
     "torchrun": torchrun,
     "slurm": slurm,
     "kubernetes": kubernetes,
     "pytorchjob": pytorchjob,
+    "ray": ray,
 }
 """Adding a target is its function, a line here, and its name in `emit.Target`."""
 

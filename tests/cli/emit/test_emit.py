@@ -23,9 +23,11 @@ from dure_studies import namespaces
 
 SOURCE = Path(__file__).parents[3] / "src"
 BIN = Path(sys.executable).parent
-SCHEMAS = {"kubernetes": "trainjob", "pytorchjob": "pytorchjob"}
+SCHEMAS = {"kubernetes": "trainjob", "pytorchjob": "pytorchjob", "ray": "rayjob"}
+TORCHRUN_SCHEMAS = ("kubernetes", "pytorchjob")
 PUBLISHED = "DURE_TEST_CRDS"
-"""Environment variable: a folder with trainjob.yaml and pytorchjob.yaml, the published definitions of resources."""
+"""Environment variable: a folder with trainjob.yaml, pytorchjob.yaml and rayjob.yaml, published definitions of
+resources."""
 
 NASTY = """it's a "run" of $HOME, `date` \\ $(date) #1"""
 
@@ -38,8 +40,8 @@ def _no_options_from_outside(monkeypatch):
             monkeypatch.delenv(name)
 
 
-def launch(ranks=(1, 1), image="registry/dure:1", **options):
-    return launch_of(TrainConfig(**{"job": "digits-mlp", **options}), list(ranks), image)
+def launch(ranks=(1, 1), image="registry/dure:1", target="torchrun", **options):
+    return launch_of(target, TrainConfig(**{"job": "digits-mlp", **options}), list(ranks), image)
 
 
 def program(folder, name, text):
@@ -239,7 +241,12 @@ def schema_of(target):
 
 
 def manifest(target, *given, **options):
-    return yaml.safe_load(emitted(target, launch(*given, **options)))
+    return yaml.safe_load(emitted(target, launch(*given, target=target, **options)))
+
+
+def options_for(target, options):
+    """The options without those that the target refuses."""
+    return {name: value for name, value in options.items() if (target, name) != ("ray", "device")}
 
 
 def command_in(target, found):
@@ -252,7 +259,7 @@ def command_in(target, found):
 @pytest.mark.parametrize("target", SCHEMAS)
 @pytest.mark.parametrize("options", [{}, {"device": "cuda", "strategy": "ssp:bound=3 ps:shards=2", "out": NASTY}])
 def test_a_manifest_is_one_of_its_schema(target, options):
-    known, found = schema_of(target), manifest(target, [2, 2, 2], **options)
+    known, found = schema_of(target), manifest(target, [2, 2, 2], **options_for(target, options))
     assert found["apiVersion"] == f"{known['group']}/{known['version']}"
     assert found["kind"] == known["kind"]
     assert faults(found, known["schema"]) == []
@@ -269,6 +276,8 @@ def test_a_manifest_is_one_of_its_schema(target, options):
         ("pytorchjob", lambda spec: spec.update(nprocPerNode=2), "spec.nprocPerNode is of type int"),
         ("pytorchjob", lambda spec: spec["pytorchReplicaSpecs"]["Master"].update(replicas=True), "type bool"),
         ("pytorchjob", lambda spec: spec.update(pytorchReplicaSpecs=[]), "type list, not object"),
+        ("ray", lambda spec: spec["rayClusterSpec"].pop("headGroupSpec"), "headGroupSpec is missing"),
+        ("ray", lambda spec: spec["rayClusterSpec"]["authOptions"].update(mode="none"), "authOptions.mode"),
     ],
 )
 def test_a_broken_manifest_is_none(target, change, fault):
@@ -288,7 +297,7 @@ def test_a_manifest_is_one_of_the_published_schema(target):
     schema = version["schema"]["openAPIV3Schema"]
     assert_part(known["schema"], schema)
     for options in ({}, {"device": "cuda", "out": NASTY}):
-        assert faults(manifest(target, [2, 2, 2], **options), schema) == []
+        assert faults(manifest(target, [2, 2, 2], **options_for(target, options)), schema) == []
 
 
 def assert_part(some, whole):
@@ -321,7 +330,22 @@ def test_a_pytorch_job_has_a_master_and_the_other_machines():
     assert counts([2]) == {"Master": 1}
 
 
-@pytest.mark.parametrize("target", SCHEMAS)
+def test_a_ray_job_has_a_pod_for_each_machine_and_one_for_the_driver():
+    spec = manifest("ray", [2, 2, 2], sync="bsp")["spec"]["rayClusterSpec"]
+    assert spec["headGroupSpec"]["rayStartParams"] == {"num-cpus": "0"}
+    assert [group["replicas"] for group in spec["workerGroupSpecs"]] == [3]
+    assert spec["authOptions"] == {"mode": "token"}
+
+
+def test_the_shell_of_ray_gives_dure_each_argument_whole(tmp_path):
+    """Ray's job supervisor gives the entry point to a shell."""
+    (tmp_path / "bin").mkdir()
+    program(tmp_path / "bin", "python", 'printf "%s\\0" "$@"\n')
+    words = words_of(started(manifest("ray", [2, 2], out=NASTY)["spec"]["entrypoint"], tmp_path))
+    assert words == ["-m", "dure", "train", "digits-mlp", "--out", NASTY, "--workers", "4", "--on", "ray:auto"]
+
+
+@pytest.mark.parametrize("target", TORCHRUN_SCHEMAS)
 def test_kubernetes_gives_each_argument_whole(target):
     """Kubernetes reads $$ as $, and $(NAME) as a variable."""
     words = command_in(target, manifest(target, out=NASTY))
@@ -342,7 +366,7 @@ def test_the_name_of_a_manifest_is_one_of_dns(target, job):
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("target", SCHEMAS)
+@pytest.mark.parametrize("target", TORCHRUN_SCHEMAS)
 def test_the_command_of_a_manifest_trains_in_two_pods(target, tmp_path):
     """With the environment that the operator gives each pod."""
     (tmp_path / "bin").mkdir()
@@ -404,7 +428,7 @@ def test_the_best_strategy_of_a_plan_is_that_of_the_text(command, tmp_path, caps
     ("arguments", "sentence"),
     [
         ("--emit kubernetes", "--emit kubernetes needs the container image of the pods.*Write --image"),
-        ("--emit slurm --image x", "image=x is for the pods of --emit kubernetes or pytorchjob. Leave it out"),
+        ("--emit slurm --image x", "image=x is for the pods of --emit kubernetes, pytorchjob or ray. Leave it out"),
         ("--nodes 3", "nodes=3 is for a text that --emit writes. Leave it out, or add --emit slurm"),
         ("--emit slurm --nodes 3 --workers 4", "4 workers cannot be on 3 machines.*Write --workers 3"),
         ("--emit slurm --on CLUSTER --nodes 5", "nodes=5 was asked for, and --on .* has 3 machines"),
@@ -412,6 +436,9 @@ def test_the_best_strategy_of_a_plan_is_that_of_the_text(command, tmp_path, caps
         ("--emit slurm --on CLUSTER", "the machines have 2, 2, 3 workers.*equal numbers of workers"),
         ("--emit slurm --on nowhere.yaml", '"nowhere.yaml" is no place and no file'),
         ("--emit slurm --resume run", "resume=run names one that has begun.*write --resume run --on torchrun"),
+        ("--emit ray --image x --resume run", "resume=run names one.*write --resume run --on ray:auto"),
+        ("--emit ray --image x --device cuda", "trains on CPUs, and device=cuda was asked for.*--emit kubernetes"),
+        ("--emit slurm --workers 2..4", "starts a fixed number of workers, and --workers is 2..4"),
         ("--emit slurm --timing-only", "timing_only is for virtual time"),
         ("--emit slurm --nodes 2 --strategy hogwild", "needs one machine.*one with 4 workers.*downpour ps"),
         ("--emit slurm --workers 3 --partition gpipe:stages=2", "gpipe:stages=2.* needs 2 workers.*Use 2 workers"),
@@ -435,7 +462,7 @@ SHOWN = re.findall(r"```console\n\$ dure (.*?)\n(.*?)```", PAGE, flags=re.DOTALL
 
 
 def test_the_page_shows_what_its_commands_print(capsys):
-    assert len(SHOWN) == 5
+    assert len(SHOWN) == 6
     for command, text in SHOWN:
         assert printed(capsys, *shlex.split(command)) == text
 
