@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 CONNECT_LIMIT = timedelta(seconds=10)
 """Time limit for the members of a generation to connect, once they have met in the store."""
 
-OPERATION_LIMIT = timedelta(hours=1)
-"""Time limit of a collective. A slower member costs a new generation, and no failure."""
+OPERATION_LIMIT = timedelta(days=1)
+"""Time limit of a collective, and so of a step. An operation that never ends keeps its threads until then."""
 
 DRAIN_SECONDS = 0.5
 """Time limit for the operations of a generation that is over to end."""
