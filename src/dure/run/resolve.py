@@ -28,7 +28,7 @@ from dure.partition.schedule import Orders, check
 from dure.partition.shared_layers import SharedLayers
 from dure.run.config import TrainConfig, WorkerRange
 from dure.run.devices import AUTO, CPU, check_use, devices_of
-from dure.run.places import is_started_outside
+from dure.run.places import is_started_outside, launcher_of
 from dure.run.prebuilt import Prebuilt
 from dure.run.setup import Setup, check_rates
 from dure.run.strategy import Strategy, check_codec_name, member_text
@@ -143,7 +143,16 @@ def asked_cluster(config: TrainConfig, companions: Companions | None = None) -> 
 
 
 def _check_place(config: TrainConfig) -> None:
-    """Raise `UsageError` for an elastic run elsewhere than where dure starts its processes."""
+    """Raise `UsageError` for a run that its place cannot have.
+
+    An elastic run needs a launcher that starts its processes. The devices of Ray's machines are not known here.
+    """
+    launcher = launcher_of(config.on)
+    if launcher is not None and launcher.takes_address and config.device not in (None, CPU):
+        raise UsageError(
+            f"--device {config.device} was asked for, and the workers of --on {config.on} train on the CPU of machines "
+            f"that Ray chooses. Write --device {CPU}, or start the run with --on torchrun."
+        )
     if config.elastic is not None and (config.virtual or is_started_outside(config.on)):
         raise UsageError(
             f"--workers {config.elastic} is for a real run whose processes dure starts, and --on is {config.on}. Give "

@@ -67,3 +67,29 @@ def test_a_run_on_two_nodes_has_the_model_of_a_local_run(strategy, cluster):
     found = json.loads(train(*options, f"ray:{address}", environ=environ).stdout)
     assert found["params_sha256"] == local["params_sha256"]
     assert found["on"] == f"ray:{address}"
+
+
+PROGRAM = Path(__file__).with_name("ray_failures.py")
+
+
+def test_a_server_of_downpour_restarts_alone_and_the_key_of_the_run_is_in_no_file(cluster, tmp_path):
+    """The program looks for the key, and kills a server once there is a checkpoint."""
+    address, environ = cluster
+    folder = Path(environ["RAY_AUTH_TOKEN_PATH"]).parent
+    command = [sys.executable, PROGRAM, f"ray:{address}", tmp_path / "run", folder]
+    done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=SECONDS)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["deaths"] == {"server 1": "killed by signal 9 (SIGKILL)"}
+    assert found["failures_survived"] == 1
+    assert found["steps"] == [300, 300]
+    assert found["started"] == {"worker 0": 1, "worker 1": 1, "server 0": 1, "server 1": 2}
+    assert found["looked_at"] > 20
+    assert found["in"] == []
+
+
+def test_an_address_where_nothing_listens_is_an_error():
+    done = train("digits-mlp", "--workers", "2", "--on", f"ray:127.0.0.1:{free_port()}", check=False)
+    assert done.returncode == 1
+    assert "nothing answers at ray:127.0.0.1:" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -81,6 +81,7 @@ def _run(
         launcher.meet(interruption)
         check_hosts(ray, launcher.places, insecure=setup.config.insecure)
         setup = replace(setup, machines=launcher.machines(setup.workers))
+        setup.topology.check()
         return train_on(
             launcher, setup, callbacks, resume, folder, interruption=interruption, interface=launcher.interface
         )
@@ -262,7 +263,6 @@ class RayLauncher:
     def _take(self, host: _Host, news: Mapping[str, Any]) -> None:
         _show(news["output"])
         if not news["usable"]:
-            self._ray.kill(host.handle)
             self._lost(host, news["last_line"], news["status"])
         if news["number"] != host.number:
             return
@@ -274,7 +274,8 @@ class RayLauncher:
             self.exited[host.name] = news["status"]
 
     def _lost(self, host: _Host, reason: str, status: int = KILLED) -> None:
-        """Note that an actor has ended, and its process with it."""
+        """Note that an actor has ended, and its process with it. An actor that Ray cannot reach is ended."""
+        self._ray.kill(host.handle)
         host.handle, host.looking, host.calls = None, None, []
         if host.number >= 0:
             self._last_lines[host.name] = sentence(reason)

@@ -44,6 +44,11 @@ def connected(ray: Any, address: str) -> Iterator[None]:
     if ray.util.client.ray.is_connected():
         raise UsageError(CLIENT)
     if ray.is_initialized():
+        own = ray.get_runtime_context().gcs_address
+        if address not in ("", FOUND, own):
+            raise UsageError(
+                f"this process is connected to the Ray at {own}, and ray:{address} was asked for: write ray."
+            )
         yield
         return
     address = address or os.environ.get("RAY_ADDRESS", "")

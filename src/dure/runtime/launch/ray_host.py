@@ -51,7 +51,7 @@ class RayHost:
 
     def load(self, setup: Mapping[str, Any]) -> None:
         """Load a run in the fork server."""
-        with self._lock:
+        with self._lock, suppress(DureError):  # as in `start`
             self._fork_server.load(setup)
 
     def start(self, number: int, name: str, arguments: Mapping[str, Any], *, loopback: bool) -> None:
