@@ -8,8 +8,8 @@
 | `pytorchjob` | the manifest of a `PyTorchJob`: Kubeflow Training Operator v1, kubeflow.org/v1 of release 1.9.0  |
 | `ray`        | the manifest of a `RayJob`: KubeRay, ray.io/v1 of release 1.6.2                                  |
 
-In all but the last of them torchrun starts the ranks of `dure train --on torchrun` on each machine, and rank s modulo ranks starts
-server s (`run.launchers.torchrun`). A target is a function that returns the text of an `emit.Launch`.
+In all but the last of them torchrun starts the ranks of `dure train --on torchrun` on each machine, and rank s modulo
+ranks starts server s (`run.launchers.torchrun`). A target is a function that returns the text of an `emit.Launch`.
 """
 
 from __future__ import annotations
