@@ -1,12 +1,14 @@
-"""Links that are down for a while between two hosts: each run ends as if its link had not been down.
+"""Links between two hosts that are down for a while, or reset: each run ends as if nothing had happened.
 
     python tests/soak/links.py --seconds 1 3 5 10 20 --log links.jsonl
     python tests/soak/links.py --count 30 --seed 1 --log links.jsonl
+    python tests/soak/links.py --resets 5 --cases bsp ssp downpour gossip ring pipeline --log links.jsonl
 
 A trial makes `--at-once` runs over two hosts in network namespaces, and takes the link down several times, each time
 when all runs go on again: for each of `--seconds`, or `--count` times for 1 to 20 s, five times in a trial, at moments
-that the seed decides. Results go to the log, a line per run; those that are there already are not made again. Exit
-status 1 if a run has failed. It needs root.
+that the seed decides. A reset ends all connections between the hosts except those of the store where the ranks meet;
+the engine's collectives, which cannot connect again, must be left out. Results go to the log, a line per run; those
+that are there already are not made again. Exit status 1 if a run has failed. It needs root.
 
 A run whose result does not depend on the order of messages is compared with the same run in virtual time. Of the others
 the updates are counted: each counts once.
@@ -22,8 +24,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +35,15 @@ from dure.errors import DureError
 from dure_studies import namespaces
 
 STEPS = 4000
-"""Steps of each worker."""
+"""Steps of each worker, or a multiple or part of them, by the pace of a case."""
+
+STORE_PORT = 29500
+"""First port of the stores where the ranks of a run meet."""
 
 LIMIT_SECONDS = 240.0
 """Most seconds of a trial, without the time in which the link is down."""
 
-START_SECONDS = 120.0
+START_SECONDS = 180.0
 EVERY = 20
 """Steps between two rows of the history, whose longest gap shows how long a run stood still."""
 
@@ -75,7 +81,7 @@ CASES = {
 
 @dataclass
 class Result:
-    """The end of one run. `applied` and `expected` are updates.
+    """The end of one run. `applied` and `expected` are updates; `missed` are the downs after its end.
 
     `stood_still` are its longest gaps between two rows, as many as `downs`, in their order.
     """
@@ -91,12 +97,13 @@ class Result:
     refused: int = 0
     survived: int = 0
     equal: bool | None = None
+    missed: int = 0
     last: str = ""
 
 
 @dataclass(frozen=True)
 class Down:
-    """The link is down for `seconds`, `after` seconds after the link was up, or all runs had begun."""
+    """The link is down for `seconds`, `after` seconds after all runs had begun, or went on; 0 is a reset."""
 
     after: float
     seconds: float
@@ -112,17 +119,20 @@ def drawn(seed: int, count: int) -> dict[str, list[Down]]:
 def trial(name: str, cases: Sequence[str], downs: Sequence[Down], folder: Path) -> list[Result]:
     """Make the runs of `cases` at once, with the link down in between."""
     runs: dict[str, list[subprocess.Popen[bytes]]] = {}
+    missed = Counter[str]()
     with namespaces.hosts(2, bandwidth=125e6) as hosts:
         try:
             for number, each in enumerate(cases):
                 runs[each] = [_started(hosts, CASES[each], number, rank, folder / each) for rank in (0, 1)]
             _until(lambda: all(_began(folder / each) or _over(runs[each]) for each in cases), START_SECONDS)
-            for down in downs:
-                _until_all_go_on(runs, folder)
-                time.sleep(SETTLE_SECONDS + down.after)
-                namespaces._ip(hosts.names[1], "link set eth0 down")
-                time.sleep(down.seconds)
-                namespaces._ip(hosts.names[1], "link set eth0 up")
+            for number, down in enumerate(downs):
+                if number:
+                    _until_all_go_on(runs, folder)
+                    time.sleep(SETTLE_SECONDS if down.seconds else 0.0)
+                time.sleep(down.after)
+                for each, pair in runs.items():
+                    missed[each] += _over(pair)
+                _disturb(hosts, down)
             _until(lambda: all(map(_over, runs.values())), LIMIT_SECONDS)
         finally:
             statuses = {each: [process.poll() for process in pair] for each, pair in runs.items()}
@@ -131,7 +141,26 @@ def trial(name: str, cases: Sequence[str], downs: Sequence[Down], folder: Path) 
             for pair in runs.values():
                 for process in pair:
                     process.wait()
-    return [_result(name, each, downs, statuses[each], folder / each) for each in cases]
+    results = [_result(name, each, downs, statuses[each], folder / each) for each in cases]
+    for result in results:
+        result.missed = missed[result.case]
+    return results
+
+
+def _disturb(hosts: namespaces.Hosts, down: Down) -> None:
+    """Take the link down for a while, or reset all connections that are not a store's."""
+    if down.seconds:
+        namespaces._ip(hosts.names[1], "link set eth0 down")
+        time.sleep(down.seconds)
+        namespaces._ip(hosts.names[1], "link set eth0 up")
+        return
+    stores = f"{STORE_PORT}:{STORE_PORT + len(CASES)}"
+    first, last = stores.split(":")
+    others = [f"( {end} < :{first} or {end} > :{last} )" for end in ("sport", "dport")]
+    chosen = f"dst {hosts.addresses[0]} and {others[0]} and {others[1]}"
+    killed = namespaces._do("ip", "netns", "exec", hosts.names[1], "ss", "-KHt", "state", "established", chosen)
+    if not killed:
+        raise DureError("there was no connection to reset, or the kernel cannot (CONFIG_INET_DIAG_DESTROY).")
 
 
 def _started(hosts: namespaces.Hosts, case: Case, number: int, rank: int, folder: Path) -> subprocess.Popen[bytes]:
@@ -139,7 +168,7 @@ def _started(hosts: namespaces.Hosts, case: Case, number: int, rank: int, folder
     command = [sys.executable, "-m", "dure", "train", case.job, "--strategy", case.strategy, *case.options]
     command += ["--on", "torchrun", "--steps", str(case.steps), "--eval-every", str(EVERY), "--seed", "3"]
     command += ["--out", str(folder / "run")] if rank == 0 else []
-    environ = {"MASTER_PORT": str(29500 + number), "OMP_NUM_THREADS": "1"}
+    environ = {"MASTER_PORT": str(STORE_PORT + number), "OMP_NUM_THREADS": "1"}
     with (folder / f"{rank}.log").open("wb") as log:
         return subprocess.Popen(hosts._command(rank, 1, command, environ), stdout=log, stderr=log)
 
@@ -203,23 +232,29 @@ def undisturbed(name: str) -> float:
 
 def failed(result: Result) -> bool:
     """Whether the downs have changed the result of a run."""
-    return bool(result.status != 0 or result.equal is False or result.applied != result.expected)
+    return bool(result.status != 0 or result.equal is False or result.applied != result.expected or result.missed)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, nargs="*", default=[], help="one trial with one down for each")
     parser.add_argument("--count", type=int, default=0, help="downs of random length at random moments")
+    parser.add_argument("--resets", type=int, default=0, help="resets in one trial")
+    parser.add_argument("--short", action="store_true", help="runs of a fourth of the steps")
     parser.add_argument("--at-once", type=int, default=3, help="runs over the same link")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--cases", nargs="*", default=list(CASES), choices=CASES)
     parser.add_argument("--log", type=Path, required=True)
     given = parser.parse_args()
+    if given.short:
+        CASES.update({name: replace(case, steps=case.steps // 4) for name, case in CASES.items()})
     if reason := namespaces.missing():
         raise DureError(f"two hosts cannot be made: {reason}")
     trials = drawn(given.seed, given.count)
     if given.seconds:
-        trials["given"] = [Down(0.5, seconds) for seconds in given.seconds]
+        trials["given"] = [Down(0.0, seconds) for seconds in given.seconds]
+    if given.resets:
+        trials["resets"] = [Down(0.3, 0.0)] * given.resets
     lines = given.log.read_text().splitlines() if given.log.exists() else []
     done = {(each["trial"], each["case"]) for each in map(json.loads, lines)}
     problems = 0

@@ -320,7 +320,10 @@ class FailureTracker:
                 again = f", for the {restarts.made[name] + 1}th time" if restarts.made[name] >= LIMIT else ""
                 kind = NodeId.of(name).kind
                 alone = len(self._deployment.names(WORKER)) == 1
-                loss = {SERVER: "its part of the model is gone", REPLAY: "its transitions are gone"}.get(
+                # Without an exit status it may still run, behind a link that is down.
+                ended = name in self._launcher.exited or name in self.reasons
+                is_gone = "is gone" if ended else "cannot be reached"
+                loss = {SERVER: f"its part of the model {is_gone}", REPLAY: "its transitions are gone"}.get(
                     kind, "its model is gone" if alone else f"{self._strategy} needs all workers"
                 )
                 raise DureError(f"{name} failed: {self.cause(name)}; {loss}{again}.{self._advice(name)}")

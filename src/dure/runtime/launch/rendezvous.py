@@ -201,10 +201,13 @@ class Rendezvous:
                 self._warn(name, altered)
                 if not isinstance(error, AlteredNote):
                     error, last = altered, min(last, time.monotonic() + ALTERED_SECONDS)
-            except RuntimeError:
+            except RuntimeError as lost:
                 if isinstance(error, AlteredNote):  # meanwhile the process with the store has ended
                     raise error from None
-                raise
+                raise PeerLost(
+                    f"rank {self.place.rank} waited for {name!r}, and the store where the ranks meet cannot be "
+                    f"reached: rank 0 or torchrun's agent has ended, or its network ({lost})."
+                ) from None
             if reason is not None:
                 raise PeerLost(f"rank {self.place.rank} waited for the others: {reason}")
             check()

@@ -366,7 +366,8 @@ class Connector:
     def _connect(self, peer: str, deadline: float) -> None:
         """Connect to `peer`; repeat a lost greeting until the `deadline`.
 
-        A greeting is lost if one of both processes is stopped for longer than a host waits for a greeting.
+        A greeting is lost if one of both processes is stopped for longer than a host waits for a greeting, or if the
+        link between them is down.
         """
 
         def opened(error: RemoteError | None) -> None:

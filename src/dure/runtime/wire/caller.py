@@ -471,7 +471,7 @@ class CallerHandshake:
     def ended(self, error: RemoteError, finished: bool) -> None:
         if self._error is not None:
             return
-        kind = type(error) if isinstance(error, (DamagedFrame, Refused, NobodyListens)) else PeerLost
+        kind = type(error) if isinstance(error, (DamagedFrame, Refused, NobodyListens, GreetingLost)) else PeerLost
         # A wire listens there, and lost this greeting: one of both processes was stopped. It is worth another try.
         if kind is PeerLost and self._challenged and not finished:
             kind = GreetingLost

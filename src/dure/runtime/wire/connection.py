@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import math
 import os
 import select
@@ -15,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dure.core.node import TensorSpec
-from dure.errors import DamagedFrame, DureError, NobodyListens, PeerLost, Refused, RemoteError
+from dure.errors import DamagedFrame, DureError, PeerLost, Refused, RemoteError
 from dure.runtime.wire.frame import (
     GREETING_NBYTES,
     META_NBYTES,
@@ -28,7 +27,7 @@ from dure.runtime.wire.frame import (
     job_code,
 )
 from dure.runtime.wire.memory import Borrower, Lender, Staging, process_behind
-from dure.runtime.wire.reactor import Reactor, silence, tune
+from dure.runtime.wire.reactor import Reactor, loss_by, silence, tune
 from dure.runtime.wire.seals import REFUSAL, UNPROVEN_NBYTES, Credentials, KeyedSeals, PlainSeals, Seals
 from dure.runtime.wire.values import HostCallbacks, Identity, PeerTraffic, WireLimits
 
@@ -311,7 +310,7 @@ class Connection:
     def _connected(self) -> None:
         code = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if code:
-            self.end(NobodyListens(os.strerror(code)) if code == errno.ECONNREFUSED else PeerLost(os.strerror(code)))
+            self.end(loss_by(code)(os.strerror(code)))
             return
         self._connecting = False
         self._write()

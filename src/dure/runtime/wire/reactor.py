@@ -27,7 +27,7 @@ from collections import deque
 from collections.abc import Callable, Set
 from typing import Protocol
 
-from dure.errors import NobodyListens, PeerLost
+from dure.errors import GreetingLost, NobodyListens, PeerLost
 
 CREDENTIALS = struct.Struct("3i")  # process, user, group
 IS_LINUX = sys.platform == "linux"  # only Linux has abstract names, and tells the user of a peer
@@ -35,6 +35,7 @@ _SOCKET_NBYTES = 4 << 20
 _IDLE_SECONDS = 2  # of an idle connection, before its first keep-alive
 _MOST_PROBES = 127  # keep-alives that Linux counts
 _TCP_RTO_MAX_MS = 44  # a socket option that Python has no name for
+_LINK_DOWN = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ETIMEDOUT)
 _MOST_RETRY_SECONDS = 120  # Linux's own limit
 _LAST_ANSWER_MS = struct.Struct("=56xI")  # `tcpi_last_ack_recv` of Linux's `struct tcp_info`
 _LONGEST_WAIT = 0.5  # longest sleep of the helper thread, in seconds
@@ -386,9 +387,13 @@ def begin_connection(address: tuple[str, int]) -> socket.socket:
     code = sock.connect_ex(resolved)
     if code not in (0, errno.EINPROGRESS, errno.EWOULDBLOCK):
         sock.close()
-        loss = NobodyListens if code == errno.ECONNREFUSED else PeerLost
-        raise loss(f"{endpoint(*address)} can't be reached: {errno.errorcode.get(code, code)}")
+        raise loss_by(code)(f"{endpoint(*address)} can't be reached: {errno.errorcode.get(code, code)}")
     return sock
+
+
+def loss_by(code: int) -> type[PeerLost]:
+    """The kind of loss by the error number of an attempt to connect."""
+    return NobodyListens if code == errno.ECONNREFUSED else GreetingLost if code in _LINK_DOWN else PeerLost
 
 
 def endpoint(host: str, port: int) -> str:
