@@ -240,14 +240,14 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, nargs="*", default=[], help="one trial with one down for each")
     parser.add_argument("--count", type=int, default=0, help="downs of random length at random moments")
     parser.add_argument("--resets", type=int, default=0, help="resets in one trial")
-    parser.add_argument("--short", action="store_true", help="runs of a fourth of the steps")
+    parser.add_argument("--short", action="store_true", help="runs of an eighth of the steps")
     parser.add_argument("--at-once", type=int, default=3, help="runs over the same link")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--cases", nargs="*", default=list(CASES), choices=CASES)
     parser.add_argument("--log", type=Path, required=True)
     given = parser.parse_args()
     if given.short:
-        CASES.update({name: replace(case, steps=case.steps // 4) for name, case in CASES.items()})
+        CASES.update({name: replace(case, steps=case.steps // 8) for name, case in CASES.items()})
     if reason := namespaces.missing():
         raise DureError(f"two hosts cannot be made: {reason}")
     trials = drawn(given.seed, given.count)

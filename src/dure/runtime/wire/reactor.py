@@ -392,7 +392,11 @@ def begin_connection(address: tuple[str, int]) -> socket.socket:
 
 
 def loss_by(code: int) -> type[PeerLost]:
-    """The kind of loss by the error number of an attempt to connect."""
+    """The kind of loss by the error number of an attempt to connect.
+
+    >>> [loss_by(code).__name__ for code in (errno.ECONNREFUSED, errno.ENETUNREACH, errno.EACCES)]
+    ['NobodyListens', 'GreetingLost', 'PeerLost']
+    """
     return NobodyListens if code == errno.ECONNREFUSED else GreetingLost if code in _LINK_DOWN else PeerLost
 
 
