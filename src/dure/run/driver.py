@@ -8,6 +8,9 @@
 | `progress`, `history` | how far workers are; the rows of the run                                   |
 | `checkpoints`         | when checkpoints are written                                               |
 | `supervisor`          | what follows from a failure or a freeze; `failures`, `liveness`, `restarts`|
+| `replacements`        | the killed workers that are started again                                  |
+| `generations`         | the groups of workers that go on without a failed member                   |
+| `scaling`, `leases`   | an elastic run: the number of workers, and the mini-batches of each        |
 | `results`             | the model and the counts at the end                                        |
 """
 
