@@ -79,5 +79,6 @@ def test_what_finished_workers_report_is_in_the_totals(progress, roster):
 
 def test_a_checkpoint_gives_back_counts_and_reports(progress, roster):
     other = RunProgress(SETUP, roster)
-    other.restore(progress.totals.state(), 12.5, progress.reports)
+    other.restore(progress.totals.state(), 12.5, progress.reports, progress.last_steps)
+    assert other.last_steps == {"worker 0": 4, "worker 1": 9, "worker 2": 6}
     assert (other.samples(), other.lowest(), other.totals.seconds) == (progress.samples(), progress.lowest(), 12.5)

@@ -136,6 +136,14 @@ class Cycle:
         self.position += self.batch_size
         return self.indices[taken]
 
+    @property
+    def number(self) -> int:
+        return self.position // self.batch_size
+
+    @number.setter
+    def number(self, number: int) -> None:
+        self.position = number * self.batch_size
+
     def state(self) -> dict[str, int]:
         return {"position": self.position}
 
