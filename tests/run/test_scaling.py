@@ -167,7 +167,7 @@ def test_the_command_asks_and_shows(tmp_path):
         done = subprocess.run([*command, "scale", str(tmp_path / "run"), "3", "--json"], capture_output=True, text=True)
         assert json.loads(done.stdout.splitlines()[-1])["target"] == 3, done.stderr
     finally:
-        run.terminate()  # SIGINT may be ignored where the tests run in the background
+        run.kill()
         run.wait(30)
 
 
