@@ -50,7 +50,7 @@ LIMIT_SECONDS = 300.0
 
 
 class Ended(NamedTuple):
-    """What a run with one kill has shown: the longest pause of a survivor, steps lost, and whether it was right."""
+    """The result of a run with one kill: the longest pause of a survivor, steps lost, and whether it was right."""
 
     pause: float
     lost: int

@@ -199,7 +199,7 @@ def _began(folder: Path) -> bool:
 
 
 def _result(name: str, case: str, downs: Sequence[Down], statuses: Sequence[int | None], folder: Path) -> Result:
-    """What became of one run."""
+    """The end of one run."""
     worst = next((status for status in statuses if status != 0), 0)
     found = Result(name, case, [down.seconds for down in downs], worst, expected=2 * CASES[case].steps)
     seconds = [row["seconds"] for row in _rows(folder)]
