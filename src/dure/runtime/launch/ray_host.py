@@ -123,6 +123,6 @@ def _place() -> dict[str, Any]:
     return {
         "host": socket.gethostname(),
         "node": context.get_node_id(),
-        "address": ray.util.get_node_ip_address(),  # type: ignore[no-untyped-call]
+        "address": ray.util.get_node_ip_address(),
         "authenticates": os.environ.get("RAY_AUTH_MODE", "").lower() == "token",
     }
