@@ -22,9 +22,9 @@ def scenes():
 
 
 def test_processes_find_what_one_process_finds(scenes, monkeypatch):
-    monkeypatch.setattr(search, "_cores", lambda: 2)
+    monkeypatch.setattr(search, "usable_processors", lambda: 2)
     apart = list(timings(scenes, WANTED, NEVER))
-    monkeypatch.setattr(search, "_cores", lambda: 1)
+    monkeypatch.setattr(search, "usable_processors", lambda: 1)
     assert list(timings(scenes, WANTED, NEVER)) == apart
     assert [each for each, _ in apart] == WANTED
     assert [type(timing) for _, timing in apart] == [Timing, Timing, str, Timing]
@@ -44,7 +44,7 @@ def test_a_timing_under_way_ends_at_the_deadline(scenes, monkeypatch):
             time.sleep(600)
         return "no"
 
-    monkeypatch.setattr(search, "_cores", lambda: 2)
+    monkeypatch.setattr(search, "usable_processors", lambda: 2)
     monkeypatch.setattr(search, "_timed", slow)
     found = list(timings(scenes, WANTED, Deadline(2.0)))
     assert [timing for _, timing in found][2:] == [None, None]
@@ -52,7 +52,7 @@ def test_a_timing_under_way_ends_at_the_deadline(scenes, monkeypatch):
 
 
 def test_figures_that_processes_measure_are_known_to_later_ones(scenes, monkeypatch):
-    monkeypatch.setattr(search, "_cores", lambda: 2)
+    monkeypatch.setattr(search, "usable_processors", lambda: 2)
     assert not scenes[0].model.replica.figures
     list(timings(scenes, [(0, "bsp 1f1b:stages=2,micro=4")] * 2, NEVER))
     assert scenes[0].model.replica.figures
@@ -62,7 +62,7 @@ def test_processes_that_end_before_they_have_begun_print_nothing(scenes, monkeyp
     def answer(number, frame):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(search, "_cores", lambda: 8)
+    monkeypatch.setattr(search, "usable_processors", lambda: 8)
     before = signal.signal(signal.SIGTERM, answer)
     try:
         for _ in range(2):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -59,9 +60,21 @@ def working(count, least_used=0):
     def holds(trial):
         driver = trial.driver
         ready = driver.roster.living() & driver.roster.ready
-        return len(ready) == count and driver.setup.steps * 2 - driver.leases.left >= least_used
+        total = driver.setup.steps * driver.setup.config.elastic.least
+        return len(ready) == count and total - driver.leases.left >= least_used
 
     return holds
+
+
+@contextmanager
+def processors(number):
+    """Lets this process and its children use `number` processors."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, sorted(before)[:number])
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 @pytest.fixture
@@ -71,7 +84,8 @@ def elastic(tmp_path, fork_server):
         out.mkdir()
         data.mkdir()
         trial = Trial(configured("notes_samples", strategy, data=data, out=out, **RANGE | options))
-        return trial, trial.run(plan, fork_server=fork_server), used(data)
+        with processors(2):
+            return trial, trial.run(plan, fork_server=fork_server), used(data)
 
     return run
 
@@ -131,6 +145,19 @@ def test_the_lease_of_a_killed_worker_goes_to_others(elastic):
     repeated = sum(samples.values()) - 5 * SAMPLES
     assert 0 <= repeated <= 3 * 4, "more than the mini-batches that were under way when the worker died"
     assert outcome.totals.failures_survived == 1
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two processors")
+def test_a_run_that_nobody_scales_grows_to_one_worker_for_each_processor(elastic):
+    sizes = []
+    plan = Plan(
+        (working(1, 20), lambda trial: sizes.append(scale_of(trial.config.out).target)),
+        (working(2, 400), lambda trial: sizes.append(scale_of(trial.config.out).target)),
+    )
+    trial, _, samples = elastic("downpour ps", plan, workers="1..5")
+    assert sizes == [1, 2]
+    assert trial.driver.roster.incarnations.keys() == {"server 0", "worker 0", "worker 1"}
+    assert samples == dict.fromkeys(range(SAMPLES), 5)
 
 
 @pytest.mark.parametrize(

@@ -364,7 +364,7 @@ class Scale(Printed):
         from dure.run.scaling import ask, scale_of
 
         scale = scale_of(self.folder) if self.workers is None else ask(self.folder, self.workers, interruption)
-        said = f"{len(scale.run)} workers run, {scale.target} are asked for, of {scale.least} to {scale.most}."
+        said = f"{len(scale.run)} workers run of {scale.target}; the run may have {scale.least} to {scale.most}."
         return CommandResult(asdict(scale), said=said)
 
 

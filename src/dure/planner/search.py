@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import multiprocessing
-import os
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from typing import Any
 
 import torch
 
+from dure.core.processors import usable_processors
 from dure.errors import DureError
 from dure.planner.candidates import PLAIN, Scene, crossed, on_servers, shape_of, single, wide
 from dure.planner.ranking import Ranked, in_order, ranked
@@ -61,7 +61,7 @@ def timings(
 
     At the deadline a timing under way ends, where processes can be forked.
     """
-    processes = min(MOST, _cores(), len(wanted))
+    processes = min(MOST, usable_processors(), len(wanted))
     if processes < 2 or not _forks():
         yield from ((each, _timed(scenes, each, deadline)) for each in wanted)
         return
@@ -85,10 +85,6 @@ def _timed(scenes: Sequence[Scene], wanted: Wanted, deadline: Deadline) -> Timin
         return timed(scenes[number], strategy)
     except DureError as error:
         return str(error)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _forks() -> bool:

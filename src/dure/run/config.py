@@ -242,7 +242,8 @@ class TrainingOptions(Checked):
     """A built-in job, or FILE.py:FUNCTION that returns a dure.Job; parameters follow, as in mnist-mlp:depth=7."""
     workers: WorkersOrRange | None = None
     """Workers; 4 locally and on a uniform virtual cluster, else what the cluster or torchrun says. 2..8: a real run
-    over servers, gossip or shared memory that begins with 2 workers, and that `dure scale` changes."""
+    over servers, gossip or shared memory with 2 workers, and up to 8 if the launcher has room; `dure scale` changes
+    their number."""
     batch_size: Count | None = None
     """Samples per mini-batch of one worker; the job's if left out."""
     batch_sizes: tuple[Count, ...] = ()

@@ -124,6 +124,14 @@ class Launcher(Protocol):
         """Process ids of the running processes of this machine, by name."""
         ...
 
+    def room(self) -> int:
+        """How many more workers can be started now, each on processors that no other worker uses; 0 if none.
+
+        An elastic run grows by as many, once all its workers have begun. It starts those that a user has asked for
+        without this question: `start` may share processors, or wait for a machine.
+        """
+        ...
+
     def start(self, name: str, **arguments: Any) -> None:
         """Start a process; `arguments` are those of a `LaunchSpec`."""
         ...

@@ -3,6 +3,9 @@
     dure scale DIR 6  -->  DIR/scale-request.json  -->  driver: starts workers, or has them retire
                       <--  DIR/scale.json          <--  driver: the range, the target, the workers that run
 
+A run begins with the least number of workers. Until somebody asks for a number, it grows as far as the launcher has
+room.
+
 A worker that retires leaves at a step boundary, gives back the rest of its lease, and its process ends. A worker that
 has been warned (SIGTERM) retires too: the driver starts another one in its place.
 """
@@ -34,7 +37,7 @@ STATE = "scale.json"
 REQUEST = "scale-request.json"
 
 LOOK_SECONDS = 0.5
-"""Period in which the driver looks for a request."""
+"""Period in which the driver looks for a request, and for room."""
 
 ANSWER_SECONDS = 10.0
 """Seconds that a request waits for the driver's answer."""
@@ -44,7 +47,7 @@ MOST_BYTES = 10_000
 
 @dataclass(frozen=True)
 class RunSize:
-    """The size of an elastic run: its range, the `target` that was asked for last, and the workers that `run`."""
+    """The size of an elastic run: its range, the `target`, and the workers that `run`."""
 
     least: int
     most: int
@@ -61,7 +64,7 @@ class RunSize:
 
 
 class Scaling:
-    """Starts and retires workers until as many run as were asked for: at first the least.
+    """Starts and retires workers until as many run as were asked for, or as the launcher has room for.
 
     `start` starts a worker by name. `folder` is that of the run; without it nobody can ask.
     """
@@ -80,6 +83,7 @@ class Scaling:
     ) -> None:
         self._elastic, self._folder = elastic, folder
         self._target = elastic.least
+        self._asked = False
         self._leases, self._roster, self._commands = leases, roster, commands
         self._launcher, self._start = launcher, start
         self._replacements = replacements
@@ -93,6 +97,7 @@ class Scaling:
         if now >= self._looked + LOOK_SECONDS:
             self._looked = now
             self._read_request()
+            self._grow()
         present = self._present()
         for name in present[self._target :]:
             self._retire(name)
@@ -100,6 +105,12 @@ class Scaling:
             for name in self._absent()[: max(0, self._target - len(present))]:
                 self._start(name)
         self._show()
+
+    def _grow(self) -> None:
+        """Raise the target by the room of the launcher, unless a number was asked for, or a worker only starts."""
+        present = self._present()
+        if not self._asked and len(present) >= self._target and self._roster.ready.issuperset(present):
+            self._target = min(self._elastic.most, len(present) + self._launcher.room())
 
     def _retire(self, name: str) -> None:
         if name in self._replacements.awaited:
@@ -146,7 +157,7 @@ class Scaling:
                 log.warning("%s is no request that the run can follow: %s", path, error)
                 return
             log.warning("%d workers are asked for, %d before.", workers, self._target)
-            self._target = workers
+            self._target, self._asked = workers, True
 
     def _show(self) -> None:
         """Write the state if it has changed."""

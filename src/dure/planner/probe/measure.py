@@ -19,7 +19,6 @@ The call `measure` makes a host measure; its reply has the figures: medians of s
 from __future__ import annotations
 
 import itertools
-import os
 import statistics
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -32,6 +31,7 @@ import torch
 from dure.codec.cost import Slice, random_slices, slices_of, timed
 from dure.core.cost import fit
 from dure.core.node import Address, Call, Operation, Reply, TensorSpec
+from dure.core.processors import usable_processors
 from dure.core.protocol import COUNT, TEXT, RemoteService, carrying, listed, remote
 from dure.job.gradient import GradientWork
 from dure.job.gradient_engine import GradientEngine
@@ -301,7 +301,7 @@ class LinkBenchmark(RemoteService, checked=False):
             client = ServerClient(self._node, 0, servers)
             times = [await self._pushed(client, update) for _ in range(MOST)]
             points.append([nbytes, statistics.median(times[1:])])
-        return Reply({"points": points, "cores": cores(), "memory": usable_memory()})
+        return Reply({"points": points, "cores": usable_processors(), "memory": usable_memory()})
 
     @remote()
     async def _compute(self, call: Call) -> Reply:
@@ -407,11 +407,6 @@ def step_seconds(job: Job | None) -> list[float]:
 async def _seconds_until(give: Operation[Reply], began: float) -> float:
     await give
     return time.perf_counter() - began
-
-
-def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def main(starter: Starter) -> None:

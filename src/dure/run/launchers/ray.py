@@ -205,6 +205,10 @@ class RayLauncher:
         _, self._numbers[name], _ = arguments["heartbeat"]
         self._call(host, "start", host.number, name, arguments, loopback=self.interface is None)
 
+    def room(self) -> int:
+        """None yet: an elastic run grows by `dure scale` alone."""
+        return 0
+
     def signal(self, name: str, number: int) -> None:
         """Send a signal to a process, on whatever machine it is."""
         host = self._hosts[name]

@@ -186,6 +186,10 @@ class RankLauncher:
             _, *counted = arguments["heartbeat"]
             self._meeting.put(f"start {name}", {**arguments, "heartbeat": [self._monitor.address, *counted]})
 
+    def room(self) -> int:
+        """None: torchrun has started all ranks."""
+        return 0
+
     def look(self) -> None:
         self._fork_server.look()
         reason = self._meeting.failure()

@@ -37,6 +37,8 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, NamedTuple
 
+from dure.core.deployment import WORKER
+from dure.core.processors import usable_processors
 from dure.core.text import sentence, traceback_of
 from dure.errors import DureError
 from dure.runtime.heartbeat import BeatPipe
@@ -161,6 +163,11 @@ class ForkServer:
         """Process ids of the running processes by name, and of the fork server."""
         running = {name: pid for name, pid in self.pids.items() if name not in self.exited}
         return {LOADER: self._process.pid, **running}
+
+    def room(self) -> int:
+        """Processors of this machine that are left if each worker uses one."""
+        workers = sum(name.startswith(WORKER) for name in self.processes)
+        return max(0, usable_processors() - workers)
 
     def last_line(self, name: str) -> str:
         """Last line of output of a process that has ended; empty if it wrote none."""
