@@ -9,7 +9,7 @@ import torch
 from support import survivor_jobs
 from support.real_runs import Trial
 from support.survivor_jobs import MISSED
-from support.survivors import Kills, members, reference
+from support.survivors import Kills, members, reference, reference_of_rounds
 
 from dure.run.checkpoint import load
 from dure.run.config import TrainConfig
@@ -26,6 +26,13 @@ def run(tmp_path, fork_server, kills, strategy="bsp collective", job="noted", **
 
 def check(trial, outcome, kills, folder, steps=STEPS):
     """All survivors have one model: that of a plain loop with the same members at each step."""
+    generations = check_survivors(trial, outcome, kills, steps)
+    found = next(iter(trial.driver.results.delivered.values())).values
+    assert torch.equal(found, reference(trial, members(generations, steps), folder))
+
+
+def check_survivors(trial, outcome, kills, steps):
+    """All survivors have made all steps and have one model; return the generations."""
     assert not kills.left, "a kill was left out"
     left = sorted(set(range(trial.setup.workers)) - kills.gone)
     assert sorted(trial.driver.roster.finished) == [f"worker {rank}" for rank in left]
@@ -35,7 +42,7 @@ def check(trial, outcome, kills, folder, steps=STEPS):
     assert kills.again or set(trial.driver.roster.incarnations.values()) == {0}, "a process was started again"
     models = [each.values for each in trial.driver.results.delivered.values()]
     assert all(torch.equal(models[0], each) for each in models)
-    assert torch.equal(models[0], reference(trial, members(generations, steps), folder))
+    return generations
 
 
 @pytest.mark.parametrize("way", ["kill", pytest.param("exit", marks=pytest.mark.long)])
@@ -53,6 +60,32 @@ def test_a_worker_that_is_a_step_behind_gets_the_step_of_the_others(tmp_path):
     check(trial, outcome, kills, tmp_path, 100)
     assert [each["step"] for each in outcome.notes["generations"]] == [0, MISSED + 1]
     assert outcome.totals.counts["updates_applied"] == 4 * 100
+
+
+ROUNDS = "averaging:period=5 collective", "bmuf:period=5,momentum=0.5 collective"
+
+
+@pytest.mark.parametrize("strategy", [ROUNDS[0], pytest.param(ROUNDS[1], marks=pytest.mark.long)])
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(2, 25))])
+def test_an_average_is_made_again_without_a_worker_that_ends(strategy, seed, tmp_path, fork_server):
+    kills, steps = Kills(1, seed, ways=["kill", "exit"]), 203  # the last round is shorter
+    trial, outcome = run(tmp_path, fork_server, kills, strategy=strategy, steps=steps)
+    generations = check_survivors(trial, outcome, kills, steps)
+    found = next(iter(trial.driver.results.delivered.values())).values
+    assert torch.equal(found, reference_of_rounds(trial, generations, steps, tmp_path))
+    assert outcome.totals.counts["updates_applied"] == 4 * steps - (steps - generations[1]["step"])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ROUNDS)
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(2, 25))])
+def test_a_worker_that_joins_again_gets_the_state_of_another_in_its_round(strategy, seed, tmp_path, fork_server):
+    kills = Kills(3, seed, burst=2, again=True)
+    trial, outcome = run(tmp_path, fork_server, kills, strategy=strategy, steps=2 * STEPS)
+    generations = check_survivors(trial, outcome, kills, 2 * STEPS)
+    found = next(iter(trial.driver.results.delivered.values())).values
+    assert torch.equal(found, reference_of_rounds(trial, generations, 2 * STEPS, tmp_path))
+    assert any(each["copies"] for each in generations)
 
 
 @pytest.mark.long
@@ -134,14 +167,14 @@ def test_killed_and_frozen_workers_are_replaced_and_all_end_with_one_model(seed,
 
 @pytest.mark.long
 def test_connections_and_threads_of_a_generation_that_is_over_are_closed(tmp_path, fork_server):
-    """Those of worker 0 are as many after worker 3 has been killed and has joined again, three times."""
+    """Those of worker 0 are as many each time that worker 3 has been killed and has joined again."""
     kills, held = Kills(3, seed=5, again=True), []
 
     def act(trial):
         generations = trial.driver.generations
         if generations.runs() and len(generations.history[-1]["ranks"]) == 4 and trial.driver.steps("worker 0") > 10:
             pid, number = trial.fork_server.pids["worker 0"], len(generations.history)
-            if not held or held[-1][0] != number:
+            if number > 1 and (not held or held[-1][0] != number):
                 held.append((number, len(os.listdir(f"/proc/{pid}/fd")), len(os.listdir(f"/proc/{pid}/task"))))
         kills.only = {3}
         kills(trial)

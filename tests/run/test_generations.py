@@ -38,9 +38,10 @@ class Given:
             self.answers[rank] = self.node.spawn(answer, method)
             self.node.loop.run_ready()
 
-    def stop(self, *ranks, steps=0, fresh=False, reason=None):
+    def stop(self, *ranks, steps=0, clock=None, fresh=False, reason=None):
+        clock = steps if clock is None else clock
         for rank in ranks:
-            self.call("stopped", rank, steps=steps, fresh=fresh, reason=reason)
+            self.call("stopped", rank, steps=steps, clock=clock, fresh=fresh, reason=reason)
 
     def form(self, *ranks):
         for rank in ranks:
@@ -83,6 +84,19 @@ def test_after_a_failure_all_others_are_told_and_the_most_advanced_of_the_lowest
     given.stop(1, 2, steps=8)
     assert given.answer(2) == {"generation": 1, "ranks": [0, 1, 2], "source": 1}
     assert given.generations.history[-1]["step"] == 8
+
+
+def test_a_copy_of_the_source_counts_no_gradients_of_its_round(given):
+    """Models are averaged at every tenth step: worker 0 is a round behind, and worker 3 is new."""
+    given.begin()
+    given.lose(3)
+    given.roster.failed.clear()
+    given.stop(3, fresh=True)
+    given.stop(0, steps=10, clock=20)
+    given.stop(1, 2, steps=20, clock=30)
+    assert given.answer(3) == {"generation": 1, "ranks": [0, 1, 2, 3], "source": 1}
+    assert given.generations.history[-1]["copies"] == [0, 3]
+    assert [given.generations.gradients(step) for step in (20, 25, 30, 40)] == [80, 90, 100, 140]
 
 
 def test_a_failure_while_the_group_is_formed_leads_to_another_generation(given):
@@ -174,8 +188,8 @@ def test_members_that_stop_again_and_again_without_a_failure_end_the_run(given):
 
 def test_the_gradients_in_a_model_are_those_of_the_members_of_each_step(given):
     given.generations.history = [
-        {"step": 0, "ranks": [0, 1, 2, 3]},
-        {"step": 10, "ranks": [0, 1, 2]},  # its only step is lost with rank 0, the one that has it
-        {"step": 9, "ranks": [1, 2]},
+        {"step": 0, "ranks": [0, 1, 2, 3], "copies": []},
+        {"step": 10, "ranks": [0, 1, 2], "copies": []},  # its only step is lost with rank 0, the one that has it
+        {"step": 9, "ranks": [1, 2], "copies": []},
     ]
     assert [given.generations.gradients(step) for step in (0, 9, 12)] == [0, 36, 42]

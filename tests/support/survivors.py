@@ -6,6 +6,7 @@ between groups of this process: the sum of a ring depends on the number of its m
 
 from __future__ import annotations
 
+import copy
 import itertools
 import os
 import random
@@ -123,6 +124,49 @@ def reference(trial: Trial, made_by: Sequence[Sequence[int]], folder: Path) -> T
                 at += each.numel()
             optimizer.step()
     return nn.utils.parameters_to_vector(module.parameters()).detach()
+
+
+def reference_of_rounds(trial: Trial, generations: Sequence[Mapping[str, Any]], steps: int, folder: Path) -> Tensor:
+    """The model of `averaging` or `bmuf` after rounds in which the ranks of `generations` train alone."""
+    setup, method, momentum = trial.setup, trial.setup.sync, getattr(trial.setup.sync, "momentum", 0.0)
+    samplers = setup.job.samplers([BATCH] * setup.workers, seed=setup.config.seeded)
+    samples = [[sampler.next() for _ in range(steps)] for sampler in samplers]
+    start = setup.model.replica.params.clone()
+    common, members, states = start.clone(), [*range(setup.workers)], dict[int, dict[str, Any]]()
+    for begun in range(0, steps, method.period):
+        formed = [each for each in generations if each["step"] == begun]
+        made_by = {*members, *(rank for each in formed for rank in each["ranks"])}
+        models = {rank: start.clone() for rank in made_by}
+        for rank in made_by:
+            rows = samples[rank][begun : begun + method.period]
+            states[rank] = _train_alone(trial, models[rank], rows, states.get(rank))
+        for each in formed:
+            members = each["ranks"]
+            (source, *_) = (rank for rank in members if rank not in each["copies"])
+            for rank in each["copies"]:
+                models[rank], states[rank] = models[source].clone(), copy.deepcopy(states[source])
+        parts = [models[rank] * (1 / len(members)) for rank in members]
+        groups = _ring(folder / f"store {begun}", len(members))
+        for work in [group.allreduce([part]) for group, part in zip(groups, parts, strict=True)]:
+            work.wait()
+        before, common = common, parts[0]
+        start = common + (common - before) * momentum
+    return common
+
+
+def _train_alone(trial: Trial, params: Tensor, rows: Sequence[Any], state: dict[str, Any] | None) -> dict[str, Any]:
+    """Train flat `params` in place on mini-batches of these rows; return the state of the optimizer."""
+    module, train = model(), trial.setup.job.train
+    nn.utils.vector_to_parameters(params.clone(), module.parameters())
+    optimizer = torch.optim.SGD(module.parameters(), lr=LR, momentum=MOMENTUM)
+    if state is not None:
+        optimizer.load_state_dict(state)
+    for each in rows:
+        optimizer.zero_grad()
+        ((module(train.inputs[each]) - train.targets[each]) ** 2).mean().backward()
+        optimizer.step()
+    params.copy_(nn.utils.parameters_to_vector(module.parameters()).detach())
+    return optimizer.state_dict()
 
 
 def _ring(path: Path, size: int) -> list[Any]:

@@ -269,7 +269,7 @@ class Driver(RemoteService):
     def _suspended(self, call: Call) -> Awaitable[Reply]:
         return self.checkpoints.suspended(call)
 
-    @remote(WORKERS, steps=COUNT, fresh=TRUTH, reason=nullable(TEXT))
+    @remote(WORKERS, steps=COUNT, clock=COUNT, fresh=TRUTH, reason=nullable(TEXT))
     def _stopped(self, call: Call) -> Awaitable[Reply]:
         return self._formed_again.stopped(call)
 

@@ -7,9 +7,9 @@
 | forming  | all have formed it; after a failure: back to stopping | waits                                             |
 | over     | every member has come to the end of its work          | lets all deliver their models                     |
 
-An all-reduce ends at a member only with the parts of all, so members that stop differ by at most one step. If they
-differ, or one is new, the most advanced of the lowest rank is the *source* of the model for the others. If that one
-fails before they have it, they make its step again.
+An all-reduce ends at a member only with the parts of all, so members that stop differ by at most one step, or one
+round of steps between two averages. If they differ, or one is new, the most advanced of the lowest rank is the *source*
+of the model for the others. If that one fails before they have it, they make its step again.
 """
 
 from __future__ import annotations
@@ -37,9 +37,13 @@ TOO_LATE = "the others had finished before it could join"
 
 
 class Stopped(NamedTuple):
-    """A worker that waits for the next generation, after `steps`; one that is `fresh` does not have the model."""
+    """A worker that waits for the next generation; one that is `fresh` does not have the model.
+
+    The models of all workers were equal after `steps`. It has made more until its `clock` where they train alone.
+    """
 
     steps: int
+    clock: int
     fresh: bool
     answer: Operation[Reply]
 
@@ -47,7 +51,8 @@ class Stopped(NamedTuple):
 class Generations:
     """The generation that runs, and the workers that wait for the next one.
 
-    `history` has the ranks of each generation, and the step after which it began.
+    `history` has the ranks of each generation, and the step after which it began. `copies` are those that begin with a
+    copy of the source's state at its `clock`: they have made no steps of their own until then.
     """
 
     def __init__(
@@ -83,7 +88,8 @@ class Generations:
     async def stopped(self, call: Call) -> Reply:
         """Note that a worker has stopped, or is new, and wait for the next generation."""
         answer: Operation[Reply] = self._node.promise("the next generation")
-        self._stopped[call.caller] = Stopped(call.fields["steps"], call.fields["fresh"], answer)
+        steps, clock, fresh = (call.fields[name] for name in ("steps", "clock", "fresh"))
+        self._stopped[call.caller] = Stopped(steps, clock, fresh, answer)
         if call.caller in self._members:
             self._must_stop = True
             self._reason = call.fields["reason"] or self._reason
@@ -117,6 +123,7 @@ class Generations:
         for each in reversed(self.history):  # a later generation may begin before the end of an earlier one
             if each["step"] < step:
                 found += len(each["ranks"]) * (step - each["step"])
+                found -= sum(min(step, each["clock"]) - each["step"] for _ in each["copies"])
                 step = each["step"]
         return found
 
@@ -160,24 +167,27 @@ class Generations:
 
     def _form(self) -> None:
         entering = {name: self._stopped[name] for name in by_rank(self._stopped.keys() & self._roster.living())}
-        holding = {name: each.steps for name, each in entering.items() if not each.fresh}
+        holding = {name: (each.steps, each.clock) for name, each in entering.items() if not each.fresh}
         if not holding:
             self._error = self._error or DureError(LOST)
             return
-        steps, newcomers = max(holding.values()), len(entering) > len(holding)
-        alike = not newcomers and set(holding.values()) == {steps}
-        source = None if alike else next(name for name, done in holding.items() if done == steps)
-        ranks = [NodeId.of(name).rank for name in entering]
-        self._count(steps, ranks)
+        furthest = steps, clock = max(holding.values())
+        ranks = {name: NodeId.of(name).rank for name in entering}
+        copies = [ranks[name] for name in entering if holding.get(name) != furthest]
+        source = next(rank for name, rank in ranks.items() if holding.get(name) == furthest) if copies else None
+        self._check_progress(steps, list(ranks.values()))
+        begun = steps if self.history else 0  # a checkpoint of a run without generations has no history of them
+        generation = {"step": begun, "clock": clock, "ranks": list(ranks.values()), "copies": copies}
+        self.history.append(generation | {"seconds": self._node.now()})
         self._number += 1
         self._members, self._formed, self._stopped = set(entering), set(), {}
         self._is_stopping = self._must_stop = False
-        fields = {"generation": self._number, "ranks": ranks}
+        fields = {"generation": self._number, "ranks": generation["ranks"], "source": source}
         for each in entering.values():
-            each.answer.resolve(Reply({**fields, "source": None if source is None else NodeId.of(source).rank}))
+            each.answer.resolve(Reply(fields))
 
-    def _count(self, steps: int, ranks: Sequence[int]) -> None:
-        """Note a generation in the history. Members that keep stopping with no failure or step end the run."""
+    def _check_progress(self, steps: int, ranks: Sequence[int]) -> None:
+        """Log new members. Members that keep stopping with no failure or step end the run."""
         last = self.history[-1] if self.history else None
         if last is not None and last["ranks"] == ranks and last["step"] == steps:
             self._in_vain += 1
@@ -188,8 +198,6 @@ class Generations:
         if last is not None and last["ranks"] != ranks:
             named = ", ".join(map(str, ranks))
             log.warning("the group goes on from step %d with %d workers: %s.", steps, len(ranks), named)
-        begun = steps if self.history else 0  # a checkpoint of a run without generations has no history of them
-        self.history.append({"step": begun, "ranks": list(ranks), "seconds": self._node.now()})
 
     def _end(self) -> None:
         self.over = True

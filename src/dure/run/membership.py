@@ -3,11 +3,12 @@
     PeerLost or break_up -> leave the generation -> stopped -> connect -> catch up -> formed -> make the step again
 
 The gradients of a step that was not made are gone, with the part of the failed member. The step is made again with the
-mini-batches that were drawn for it.
+mini-batches that were drawn for it. Workers that train alone keep their steps, and make their average again.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
@@ -56,7 +57,8 @@ class Membership:
         """Be in a generation that is not over, with the model of the others."""
         while self.group.is_over:
             await self.group.dissolve()
-            said = {"steps": worker.clock, "fresh": self.fresh, "reason": self._reason}
+            common = worker.clock if worker.last_sync is None else worker.last_sync
+            said = {"steps": common, "clock": worker.clock, "fresh": self.fresh, "reason": self._reason}
             reply = await self._call("stopped", **said)
             self._reason = None
             try:
@@ -83,35 +85,54 @@ class Membership:
         return (await self._node.call(DRIVER_ADDRESS, method, timeout=limit, **fields)).fields
 
     async def _catch_up(self, worker: WorkerState, source: int) -> None:
-        """Take over the model and the optimizer of rank `source`, if it is ahead or this worker is fresh.
+        """Take over the state of rank `source`, if it is ahead or this worker is fresh; samples stay the worker's own.
 
-        All are received beside the old values: the source may fail before it has sent the last.
+        All is received beside the old state: the source may fail before it has sent the last.
         """
-        optimizer = worker.optimizer.state()
-        refused = worker.refusals
-        counts = [worker.clock, self._ahead, optimizer.plain["steps"], refused.in_a_row]
-        buffers = [] if worker.buffers is None else [worker.buffers]
-        tensors = [torch.tensor(counts, device="cpu"), worker.params, *optimizer.tensors.values(), *buffers]
-        if source != self._node.rank:
-            tensors = [torch.empty_like(tensor) for tensor in tensors]
-        for tensor in tensors:
-            await self.group.broadcast(tensor, source)
-        clock, ahead, steps, in_a_row = tensors[0].tolist()
-        if clock == worker.clock and not self.fresh:
+        state = await self._broadcast(self._state(worker), source)
+        plain, optimizer, kept = state.plain, state.part("optimizer"), state.part("kept")
+        if (plain["clock"], plain["last_sync"]) == (worker.clock, worker.last_sync) and not self.fresh:
             return
-        params, *vectors = tensors[1 : 2 + len(optimizer.tensors)]
-        worker.params.copy_(params)
-        worker.optimizer.restore(State(dict(zip(optimizer.tensors, vectors, strict=True)), {"steps": steps}))
+        worker.params.copy_(state.tensors["params"])
+        worker.optimizer.restore(optimizer)
+        worker.kept, worker.kept_plain = kept.tensors, kept.plain
+        worker.last_sync = plain["last_sync"]
+        refused, in_a_row = worker.refusals, plain["refused"]
         if self.fresh:
-            worker.set_clock(clock)
-            self._ahead = ahead
-            worker.buffers = tensors[-1] if buffers else None  # one that is behind keeps its own
+            worker.set_clock(plain["clock"])
+            self._ahead = plain["ahead"]
+            worker.buffers = state.tensors.get("buffers")  # one that is behind keeps its own
         else:
-            worker.clock = clock  # its gradient is in the step of the others
+            worker.clock = plain["clock"]  # its gradient is in the step of the others
             refused.total += in_a_row > refused.in_a_row
         refused.in_a_row = in_a_row
         worker.pausing = bool(in_a_row)
         self.fresh = False
+
+    def _state(self, worker: WorkerState) -> State:
+        """The state of a worker that another takes over."""
+        tensors = {"params": worker.params, **({} if worker.buffers is None else {"buffers": worker.buffers})}
+        plain = {"clock": worker.clock, "last_sync": worker.last_sync, "ahead": self._ahead}
+        plain["refused"] = worker.refusals.in_a_row
+        whole = State(tensors, plain) | worker.optimizer.state().under("optimizer")
+        return whole | State(worker.kept, worker.kept_plain).under("kept")
+
+    async def _broadcast(self, state: State, source: int) -> State:
+        """Send the `state` of rank `source` to all, and return it."""
+        mine = self._node.rank == source
+        layout = {
+            name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
+            for name, tensor in state.tensors.items()
+        }
+        text = torch.frombuffer(bytearray(json.dumps([state.plain, layout]).encode()), dtype=torch.uint8)
+        nbytes = await self.group.broadcast(torch.tensor([text.numel()], device="cpu"), source)
+        text = await self.group.broadcast(text if mine else text.new_empty(int(nbytes)), source)
+        plain, layout = json.loads(bytes(text.tolist()))
+        tensors = {}
+        for name, (dtype, shape) in layout.items():
+            room = state.tensors[name] if mine else torch.empty(shape, dtype=getattr(torch, dtype))
+            tensors[name] = await self.group.broadcast(room, source)
+        return State(tensors, plain)
 
     def _go_on(self, worker: WorkerState) -> None:
         """Let the divisor follow the members, and the samples the worker's steps."""

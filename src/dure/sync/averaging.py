@@ -117,6 +117,7 @@ class Averaging:
         messages=Messages(changes=True),
         delivers="mean",
         staged=True,
+        regroups=True,
     )
 
     def __post_init__(self) -> None:

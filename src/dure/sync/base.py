@@ -68,8 +68,9 @@ class Traits:
     - `alone`: each worker ends at its own time, over collectives too.
     - `staged`: the method takes one gradient after another and decides on none, so it may run over each stage of a
       pipeline, unless `reasons.stages` says why not under these parameters.
-    - `regroups`: between two steps a worker has no state but its model, optimizer and clock, which all workers share. A
-      group then goes on without a worker that fails, and takes in another at any step.
+    - `regroups`: `work` may begin again wherever a collective has failed, with what a restart restores: nothing has
+      changed since the last one that succeeded, or the change is made again. A group then goes on without a worker that
+      fails. Another that joins gets the whole state of one of them, its own samples apart.
     - `stale_gradients`: servers apply gradients of older versions, so corrections may be joined.
     - `sparse`: the method takes sparse gradients, flat and coalesced.
     - `vectors`: names of the vectors beside the model in shared memory.

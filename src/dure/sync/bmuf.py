@@ -86,6 +86,7 @@ class BMUF:
         delivers="mean",
         agreed="model",
         staged=True,
+        regroups=True,
     )
 
     def __post_init__(self) -> None:
@@ -114,7 +115,7 @@ class BMUF:
             codec="a codec keeps the rest of a whole block's change; with overlap or fragments parts of it travel",
             stages="fragments cut the vector of the whole model" if self.fragments > 1 else "",
         )
-        return replace(self.traits, reasons=reasons, messages=Messages(changes=True), agreed=None)
+        return replace(self.traits, reasons=reasons, messages=Messages(changes=True), agreed=None, regroups=False)
 
     def server_rule(self, optimizer: OptimizerSpec) -> ServerRule:
         return ServerRule(OptimizerSpec("sgd", lr=self.zeta, momentum=self.momentum), Barrier())
@@ -129,12 +130,18 @@ class BMUF:
     def enter(self, worker: Worker) -> None:
         """Begin a block, or continue the block of a checkpoint."""
         began = worker.clock - worker.clock % self.period
+        if self.is_unaveraged(worker):
+            return
         if worker.kept_plain.get("began") != began:  # the start, or a server's model that has changed since
             worker.kept_plain["began"] = began
             for name in ("model", "start"):
                 worker.keep(name).copy_(worker.params)
         elif worker.over_servers and worker.clock == began:
             worker.params.copy_(worker.keep("start"))
+
+    def is_unaveraged(self, worker: Worker) -> bool:
+        """Whether a member of the group has failed in the average of this block, which is made again."""
+        return not worker.over_servers and worker.kept_plain.get("began") == worker.clock - self.period
 
     # ---- over servers
 
@@ -171,7 +178,8 @@ class BMUF:
         return _Fragments(self.fragments, self.period, self.overlap)
 
     async def over_collective(self, worker: Worker) -> None:
-        streams, cuts = self.streams, self.streams.cuts(worker.params.numel())
+        streams, cuts, kept = self.streams, self.streams.cuts(worker.params.numel()), worker.kept_plain
+        worker.state.last_sync = kept["began"]
         # Means that were under way at a checkpoint are started again, from the vectors as they were sent.
         under_way = deque(
             self.send(worker, cuts[number], sent, worker.keep("sent"))
@@ -179,23 +187,28 @@ class BMUF:
         )
         try:
             while True:
-                worker.step(await worker.gradient())
+                if not self.is_unaveraged(worker):
+                    worker.step(await worker.gradient())
                 await self.exchange(worker, [cuts[number] for number in streams.sent_at(worker.clock)], under_way)
         except EndOfWork:
-            unsent = [cuts[number] for number in streams.unsent(worker.clock)]
-            await self.finish(worker, unsent, under_way)
+            if kept.get("ended") != worker.clock:
+                unsent = [cuts[number] for number in streams.unsent(worker.clock)]
+                await self.finish(worker, unsent, under_way)
 
     async def exchange(self, worker: Worker, cuts: list[slice], under_way: deque[_Sent]) -> None:
         """Apply the means that are due, and send the fragments that are due."""
+        ends = worker.clock % self.period == 0
+        # Before the model changes: if a member fails until then, the average is made again.
+        buffers = await worker.group.merged_buffers() if ends else None
         while under_way and under_way[0].due <= worker.clock:
             await self.take_in(worker, under_way.popleft())
         for cut in cuts:
             under_way.append(self.send(worker, cut, worker.clock, worker.params))
             if not self.overlap:
                 await self.take_in(worker, under_way.popleft())
-        if worker.clock % self.period == 0:
-            worker.kept_plain["began"] = worker.clock
-            await worker.group.mean_buffers()
+        if ends:
+            worker.state.buffers = buffers
+            worker.state.last_sync = worker.kept_plain["began"] = worker.clock
 
     def send(self, worker: Worker, cut: slice, clock: int, values: Tensor) -> _Sent:
         """Start the mean of a fragment of `values`."""
@@ -228,13 +241,14 @@ class BMUF:
 
     async def finish(self, worker: Worker, unsent: list[slice], under_way: deque[_Sent]) -> None:
         """Apply the means under way, average the fragments that are not sent yet, and deliver W."""
+        buffers = worker.state.buffers if worker.clock % self.period == 0 else await worker.group.merged_buffers()
         while under_way:
             await self.take_in(worker, under_way.popleft())
         for cut in unsent:
             await self.take_in(worker, self.send(worker, cut, worker.clock, worker.params))
-        if worker.clock % self.period:
-            await worker.group.mean_buffers()
         worker.params.copy_(worker.keep("model"))
+        worker.state.buffers = buffers
+        worker.state.last_sync = worker.kept_plain["ended"] = worker.clock
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,7 +78,8 @@ class LocalSGD:
             # With pace=time, the worker that ends first ends the work of all: no other would meet it again.
             while not any(stats["last"] for stats in worker.state.stats):
                 # A checkpoint may lie between push and admission: the model is at the servers, and gets no more steps.
-                if not kept["pushed"]:
+                # A group that lost a member forms again, and its members come back to the mean that they had begun.
+                if not kept["pushed"] and worker.clock < kept["due"]:
                     await self.step(worker)
                 if worker.clock >= kept["due"]:
                     await self.average(worker)
@@ -89,7 +90,7 @@ class LocalSGD:
     def enter(self, worker: Worker) -> None:
         """Begin at the round of the other workers, or at the round of this worker before a restart."""
         kept = worker.kept_plain
-        sent = worker.state.stats
+        sent = worker.state.stats if worker.over_servers else ()
         rounds = self.after(sent) if sent else Rounds(**kept.get("rhythm", {"period": self.period}))
         # A worker that resumes within a round keeps its figures, unless the others have averaged without it.
         if kept.get("rhythm") != rounds.plain or worker.clock == kept["began"]:
@@ -143,11 +144,15 @@ class LocalSGD:
         else:
             worker.state.stats = [stats]  # what the choices use of it is equal at all workers, so no message is needed
         started = worker.node.now()
-        worker.params.copy_(await self.weights.mean(worker, stats["round loss"]))
+        averaged = [worker.params]
+        means = [await self.weights.mean(worker, stats["round loss"])]
         if self.state == "average":
-            for vector in worker.state.optimizer.state().tensors.values():
-                vector.copy_(await worker.group.mean(vector))
-        await worker.group.mean_buffers()
+            averaged += worker.state.optimizer.state().tensors.values()
+            means += [await worker.group.mean(vector) for vector in averaged[1:]]
+        worker.state.buffers = await worker.group.merged_buffers()
+        # All at once after the last message: if a member has failed before it, the mean is made again.
+        for values, mean in zip(averaged, means, strict=True):
+            values.copy_(mean)
         worker.kept_plain["sync"] = worker.node.now() - started
         worker.state.meter.add("communicate", started, worker.node.now(), "all_reduce")
 

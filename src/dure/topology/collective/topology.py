@@ -126,15 +126,17 @@ class GroupSession:
         """Replace the worker's parameters by their mean over the group; merge the replicas' buffers."""
         worker = self._worker
         started = worker.node.now()
-        worker.params.copy_(await self.mean(worker.params))
-        await self.mean_buffers()
+        mean, buffers = await self.mean(worker.params), await self.merged_buffers()
+        worker.params.copy_(mean)
+        worker.buffers = buffers
         worker.meter.add("communicate", started, worker.node.now(), "all_reduce")
 
-    async def mean_buffers(self) -> None:
-        """Merge the replicas' buffers, if the model has any."""
+    async def merged_buffers(self) -> torch.Tensor | None:
+        """Return the buffers of all replicas as one; None if the model has none."""
         worker = self._worker
-        if worker.buffers is not None:
-            worker.buffers = worker.merge_buffers(await self.members.all_gather(worker.buffers))
+        if worker.buffers is None:
+            return None
+        return worker.merge_buffers(await self.members.all_gather(worker.buffers))
 
     async def gather_stats(self, stats: Stats) -> None:
         """Send `stats` to all members; `WorkerState.stats` then has those of each, in rank order."""
