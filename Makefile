@@ -54,9 +54,11 @@ all: lint
 SEED ?= 1
 COUNT ?= 300
 SIGNALS ?= runs/signals.jsonl
+LINKS ?= runs/links.jsonl
 soak: setup
 	mkdir -p $(dir $(SIGNALS))
 	$(BIN)/python tests/soak/random_signals.py --count $(COUNT) --seed $(SEED) --log $(SIGNALS)
+	$(BIN)/python tests/soak/links.py --count 30 --seed $(SEED) --log $(LINKS)
 	$(BIN)/pytest -m soak
 
 # lint; the catalogues, codecs and optimizers; oracles in virtual time; a run on processes per topology; documentation

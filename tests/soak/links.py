@@ -8,7 +8,7 @@ A trial makes `--at-once` runs over two hosts in network namespaces, and takes t
 when all runs go on again: for each of `--seconds`, or `--count` times for 1 to 20 s, five times in a trial, at moments
 that the seed decides. A reset ends all connections between the hosts except those of the store where the ranks meet;
 the engine's collectives, which cannot connect again, must be left out. Results go to the log, a line per run; those
-that are there already are not made again. Exit status 1 if a run has failed. It needs root.
+that are there already are not made again. Exit status 1 if a run has failed. It needs root, and does nothing without.
 
 A run whose result does not depend on the order of messages is compared with the same run in virtual time. Of the others
 the updates are counted: each counts once.
@@ -249,7 +249,8 @@ def main() -> int:
     if given.short:
         CASES.update({name: replace(case, steps=case.steps // 8) for name, case in CASES.items()})
     if reason := namespaces.missing():
-        raise DureError(f"two hosts cannot be made: {reason}")
+        print(f"skipped, as two hosts cannot be made: {reason}")
+        return 0
     trials = drawn(given.seed, given.count)
     if given.seconds:
         trials["given"] = [Down(0.0, seconds) for seconds in given.seconds]
