@@ -160,6 +160,26 @@ def test_a_run_that_nobody_scales_grows_to_one_worker_for_each_processor(elastic
     assert samples == dict.fromkeys(range(SAMPLES), 5)
 
 
+def test_workers_that_only_start_leave_at_once(elastic):
+    newcomers = [f"worker {rank}" for rank in (2, 3, 4)]
+
+    def stop(trial):
+        for name in newcomers:
+            trial.fork_server.signal(name, signal.SIGSTOP)
+        ask_without_waiting(trial.config.out, 2)
+
+    plan = Plan(
+        (working(2, 100), lambda trial: ask_without_waiting(trial.config.out, 5)),
+        (lambda trial: trial.fork_server.processes.keys() >= {*newcomers}, stop),
+        (lambda trial: len(trial.driver.roster.living()) == 2, lambda trial: None),
+    )
+    _, outcome, samples = elastic("ssp ps:shards=2", plan)
+    assert not plan.acts
+    assert outcome.totals.per_worker.keys() == {"worker 0", "worker 1"}
+    assert samples == dict.fromkeys(range(SAMPLES), 5)
+    assert outcome.totals.failures_survived == 0
+
+
 @pytest.mark.parametrize(
     ("content", "number"), [("8", 8), ("many", None), ('{"workers": 1}', 1), ('{"workers": 6}', 6)], ids=str
 )

@@ -69,10 +69,10 @@ def job(dim: int, loss: Callable[[Tensor, Tensor], Tensor] = mean_output) -> Job
 
 
 def notes_samples(data_root: Path) -> Job:
-    """Each step takes 2 ms, and each worker's process writes down the numbers of its samples."""
+    """Each step takes 2 ms, or as the file `pace` says, and each worker writes down the numbers of its samples."""
 
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-        time.sleep(0.002)
+        time.sleep(pace(data_root) or 0.002)
         if in_fork_server():
             with (data_root / f"samples {os.getpid()}").open("a") as file:
                 file.write(" ".join(str(int(each)) for each in targets) + "\n")
@@ -80,6 +80,14 @@ def notes_samples(data_root: Path) -> Job:
 
     numbers = torch.arange(960.0)
     return replace(job(16, loss), train=Data(torch.zeros(960, 16), numbers), batch_size=4, split="iid")
+
+
+def notes_devices(data_root: Path) -> Job:
+    """`notes_samples`, whose workers write down which GPUs they see."""
+    noted = notes_samples(data_root)
+    if in_fork_server():
+        (data_root / f"devices {os.getpid()}").write_text(os.environ.get("CUDA_VISIBLE_DEVICES", "all"))
+    return noted
 
 
 def evaluation_of_nan(data_root: Path) -> Job:
@@ -119,14 +127,20 @@ def counted_slowly(data_root: Path) -> Job:
     return job(DIM, loss)
 
 
+def pace(data_root: Path) -> float:
+    """Seconds of a step that the file `pace` gives; 0 without it."""
+    with contextlib.suppress(FileNotFoundError):
+        return float((data_root / "pace").read_text())
+    return 0.0
+
+
 def digits_at_a_pace(data_root: Path) -> Job:
     """`digits-mlp`, whose steps take as many seconds longer as the file `pace` says, while there is one."""
     digits = load_job("digits-mlp")
     plain = digits.loss
 
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-        with contextlib.suppress(FileNotFoundError):
-            time.sleep(float((data_root / "pace").read_text()))
+        time.sleep(pace(data_root))
         return plain(outputs, targets)
 
     return replace(digits, loss=loss)

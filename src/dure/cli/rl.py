@@ -99,8 +99,8 @@ class RlOptions(RunOptions, JobParameters, Experience):
     steps: Count | None = None
     """Updates of each learner."""
     on: str = ""
-    """local, virtual (machines that are alike, in virtual time), or a cluster file: virtual as well. local if left
-    out."""
+    """local, ray or ray:HOST:PORT, virtual (machines that are alike, in virtual time), or a cluster file: virtual as
+    well. local if left out."""
     sync: str | None = None
     """When learners agree (`dure methods`); downpour for gorila, where bsp makes it synchronous."""
     topology: str | None = None

@@ -30,7 +30,8 @@ from dure.core.target import Target
 from dure.core.text import quoted
 from dure.errors import UsageError
 from dure.run.devices import check_form
-from dure.run.places import DEFAULT, LAUNCHERS, check_address, is_real, is_started_outside
+from dure.run.places import DEFAULT, LAUNCHERS, check_address, is_real, is_started_outside, takes_address
+from dure.run.reservation import check_device, reservations
 from dure.run.strategy import AXES, Strategy, by_axis
 
 if TYPE_CHECKING:
@@ -215,6 +216,12 @@ class RunOptions(Checked):
     replace: Changes[bool] = True
     """Start a worker of a real run again after it was killed, if the others go on without it: --no-replace leaves it
     out. A worker that has raised an error is not started again, nor one that dies six times without a step."""
+    reserve: Changes[str | None] = None
+    """With ray: the processors and GPUs that Ray reserves for each process, by its kind, as in "worker:cpus=4,gpus=1
+    server:cpus=2". If left out: a GPU for each worker with --device cuda, else a place on some machine."""
+    insecure: Changes[bool] = False
+    """With ray: run also on a cluster of several machines that asks for no token, where everyone who reaches a port of
+    Ray can execute code and read the run's key."""
     grace: Changes[NonNegative] = 10.0
     """Seconds that a real run with checkpoints has after Ctrl-C or SIGTERM, to write a last one; 0 for none."""
     out: Path | None = None
@@ -346,9 +353,6 @@ class TrainConfig(Options):
     integrity: Changes[Literal["mac", "checksum"]] = "mac"
     """How tensors between machines are protected: by an authentication code under the run's key (mac), or by a checksum
     alone, for private networks. Headers always have an authentication code."""
-    insecure: Changes[bool] = False
-    """With ray: run also on a cluster of several machines that asks for no token, where everyone who reaches a port of
-    Ray can execute code and read the run's key."""
     resume: Path | None = None
     """Folder of a run to continue from its last complete checkpoint. Its options hold; steps, epochs, seconds, device
     and some others may change, with bsp over collectives the partition too (docs/guide.md)."""
@@ -370,6 +374,9 @@ class TrainConfig(Options):
                 f"key_file={str(self.key_file)!r} is for ranks that torchrun starts. A run on this machine draws a "
                 "key, and a virtual one needs none: leave it out."
             )
+        if takes_address(self.on):
+            check_device(self.on, self.device)
+            reservations(self.reserve, self.device)
         if self.virtual and self.on != "virtual" and not is_regular(Path(self.on)):
             raise UsageError(
                 f'"{self.on}" is no place and no file: write {", ".join(PLACES)}, or the path of a cluster file.'

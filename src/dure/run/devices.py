@@ -71,6 +71,15 @@ def devices_of(text: str, workers: int, *, virtual: bool, local_rank: int | None
     return dealt(kind, count_of_devices(), workers, index=index, one=virtual, local_rank=local_rank)
 
 
+def first_of(kind: str, workers: int) -> tuple[str, ...]:
+    """The device of each worker where each process has devices of its own: the first that it sees.
+
+    >>> first_of("cuda", 2), first_of("cpu", 1)
+    (('cuda:0', 'cuda:0'), ('cpu',))
+    """
+    return (kind if kind == CPU else f"{kind}:0",) * workers
+
+
 def _here(found: str | None) -> str:
     """The kind of this machine's accelerators, and the texts that it allows. `2.13.0+cpu` is built without CUDA."""
     import torch

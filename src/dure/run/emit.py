@@ -5,6 +5,7 @@ A launch is a configuration and the ranks on each machine. `run.emit_targets` wr
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -12,9 +13,11 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from dure.core.address import FOUND
+from dure.core.deployment import WORKER
 from dure.errors import UsageError
 from dure.run.config import TrainConfig, WorkerRange
-from dure.run.devices import CPU, kind_of
+from dure.run.devices import kind_of
+from dure.run.reservation import GPU, reservations
 from dure.run.strategy import AXES
 
 if TYPE_CHECKING:
@@ -145,7 +148,10 @@ class Launch:
     @property
     def gpus(self) -> int:
         """The GPUs of each machine that the options name; 0 for a run on CPUs and for `--device auto`."""
-        return self.ranks if kind_of(self.config.device or "") == "cuda" else 0
+        config = self.config
+        if config.on == TORCHRUN:
+            return self.ranks if kind_of(config.device or "") == GPU else 0
+        return math.ceil(self.ranks * reservations(config.reserve, config.device)[WORKER].gpus)
 
     @property
     def described(self) -> str:
@@ -179,8 +185,6 @@ def launch_of(target: Target, config: TrainConfig, ranks: Sequence[int], image: 
             "on each. Describe machines with equal numbers of workers."
         )
     on = ON.get(target, TORCHRUN)
-    if on != TORCHRUN and config.device not in (None, CPU):
-        raise UsageError(f"--on ray trains on CPUs, and device={config.device} was asked for. Write --emit kubernetes.")
     config = replace(config, on=on, workers=None if on == TORCHRUN else sum(ranks))
     strategy = config.chosen()
     check_without_job(config, strategy, sum(ranks))

@@ -196,6 +196,10 @@ RAY_VERSION = "2.60.0"
 """The version that a manifest names. KubeRay asks for 2.52 or newer where a cluster has tokens."""
 
 
+MACHINE = "machine"
+"""The container of a pod that has workers."""
+
+
 def ray(launch: Launch) -> str:
     """The manifest of a `RayJob`: a pod for the driver and a pod for each machine, which end with the run.
 
@@ -207,7 +211,7 @@ def ray(launch: Launch) -> str:
         "authOptions": {"mode": "token"},
         "headGroupSpec": {"rayStartParams": {"num-cpus": "0"}, "template": _ray_pod(launch, "head")},
         "workerGroupSpecs": [
-            {**worker, "maxReplicas": launch.nodes, "rayStartParams": {}, "template": _ray_pod(launch, "machine")}
+            {**worker, "maxReplicas": launch.nodes, "rayStartParams": {}, "template": _ray_pod(launch, MACHINE)}
         ],
     }
     spec = {
@@ -220,7 +224,10 @@ def ray(launch: Launch) -> str:
 
 
 def _ray_pod(launch: Launch, name: str) -> dict[str, Any]:
-    return {"spec": {"containers": [{"name": name, "image": launch.image}]}}
+    container: dict[str, Any] = {"name": name, "image": launch.image}
+    if launch.gpus and name == MACHINE:
+        container["resources"] = resources_of(launch)
+    return {"spec": {"containers": [container]}}
 
 
 TARGETS: Mapping[Target, Callable[[Launch], str]] = {

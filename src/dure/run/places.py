@@ -100,6 +100,12 @@ def is_here(on: str) -> bool:
     return found is not None and not found.started_outside and not found.takes_address
 
 
+def takes_address(on: str) -> bool:
+    """Whether another program chooses the machines there, as Ray does; the place may have its address."""
+    found = launcher_of(on)
+    return found is not None and found.takes_address
+
+
 def has_early_fork_server(on: str) -> bool:
     """Whether a run there can use a fork server that was started before the run was resolved."""
     found = launcher_of(on)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from dure.core.node import nothing
 from dure.errors import CallTimeout, DamagedFrame, DureError, PeerLost, RemoteError
 from dure.job.gradient_engine import GradientEngine
 from dure.run import checkpoint
-from dure.run.devices import CPU
+from dure.run.devices import CPU, kind_of
 from dure.run.process import FAILURE_TEXT, Control, FaultSettings, RunProcess, ServerProcess, WorkerProcess
 from dure.run.snapshots import DRIVER_ADDRESS
 from dure.run.virtual_companions import part_of
@@ -197,6 +198,11 @@ def take(device: str) -> None:
     accelerator. This raises `DureError` then: the job has done so in its file or in `model()`.
     """
     if torch.accelerator.current_accelerator() is None:
+        if device != CPU:  # another process has chosen it, for a machine that it has not seen
+            raise DureError(
+                f"PyTorch {torch.__version__} finds no accelerator on {socket.gethostname()}, and this worker "
+                f"was given {device}. Install PyTorch for {kind_of(device)} there, or write --device {CPU}."
+            )
         return
     try:
         torch.autograd.backward(torch.ones((), requires_grad=True))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +28,8 @@ from dure.partition.programmed import Programmed
 from dure.partition.schedule import Orders, check
 from dure.partition.shared_layers import SharedLayers
 from dure.run.config import TrainConfig, WorkerRange
-from dure.run.devices import AUTO, CPU, check_use, devices_of
-from dure.run.places import is_started_outside, launcher_of
+from dure.run.devices import AUTO, CPU, check_use, devices_of, first_of
+from dure.run.places import is_started_outside, takes_address
 from dure.run.prebuilt import Prebuilt
 from dure.run.setup import Setup, check_rates
 from dure.run.strategy import Strategy, check_codec_name, member_text
@@ -84,7 +85,8 @@ def resolve(config: TrainConfig, prebuilt: Prebuilt = Prebuilt()) -> tuple[Setup
     local_rank = None if here is None else here.local_rank
     machines = _machines(workers, cluster, here)
     asked = CPU if config.device is None or (config.timing_only and config.device == AUTO) else config.device
-    devices = devices_of(asked, workers, virtual=config.virtual, local_rank=local_rank)
+    look = partial(devices_of, virtual=config.virtual, local_rank=local_rank)
+    devices = (first_of if takes_address(config.on) else look)(asked, workers)
     device = devices[0] if config.virtual else CPU
     speeds = _speeds(cluster, job, strategy.partition, machines, sizes, prebuilt.times)
     setup = Setup(config, job, strategy, workers, machines, sizes, steps, every, absent, devices, device, speeds)
@@ -143,16 +145,9 @@ def asked_cluster(config: TrainConfig, companions: Companions | None = None) -> 
 
 
 def _check_place(config: TrainConfig) -> None:
-    """Raise `UsageError` for a run that its place cannot have.
-
-    An elastic run needs a launcher that starts its processes. The devices of Ray's machines are not known here.
-    """
-    launcher = launcher_of(config.on)
-    if launcher is not None and launcher.takes_address and config.device not in (None, CPU):
-        raise UsageError(
-            f"--device {config.device} was asked for, and the workers of --on {config.on} train on the CPU of machines "
-            f"that Ray chooses. Write --device {CPU}, or start the run with --on torchrun."
-        )
+    """Raise `UsageError` for a run that its place cannot have. In an elastic run the launcher starts the processes."""
+    if config.reserve is not None and not takes_address(config.on):
+        raise UsageError(f'reserve="{config.reserve}" is for --on ray, and --on is {config.on}. Leave it out.')
     if config.elastic is not None and (config.virtual or is_started_outside(config.on)):
         raise UsageError(
             f"--workers {config.elastic} is for a real run whose processes dure starts, and --on is {config.on}. Give "

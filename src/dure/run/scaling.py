@@ -13,6 +13,7 @@ has been warned (SIGTERM) retires too: the driver starts another one in its plac
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -104,6 +105,9 @@ class Scaling:
         if self._leases.free:
             for name in self._absent()[: max(0, self._target - len(present))]:
                 self._start(name)
+        if not self._leases.left:
+            for name in set(present) - self._roster.ready:
+                self._retire(name)  # it would find nothing to do
         self._show()
 
     def _grow(self) -> None:
@@ -115,6 +119,11 @@ class Scaling:
     def _retire(self, name: str) -> None:
         if name in self._replacements.awaited:
             self._replacements.give_up(name)
+            self._roster.retire(name)
+        elif name not in self._roster.ready:  # it has used nothing, and may wait for a machine
+            self._launcher.signal(name, signal.SIGKILL)
+            if self._roster.servers:
+                self._commands.tell_clock("lost", name)
             self._roster.retire(name)
         else:
             self._retiring.add(name)

@@ -26,7 +26,7 @@ from dure.run.break_even import break_even_summary
 from dure.run.config import TrainConfig
 from dure.run.devices import notice
 from dure.run.outcome import Outcome, check_applied, summary
-from dure.run.places import is_here, is_real, is_started_outside, launcher_of
+from dure.run.places import is_here, is_real, is_started_outside, launcher_of, takes_address
 from dure.run.prebuilt import Callbacks, Prebuilt, named, placed
 from dure.run.resolve import ENDLESS, resolve
 from dure.run.resume import CLUSTER, cluster_of, fingerprints, is_split_otherwise, resumed, split_again
@@ -108,7 +108,7 @@ def _run_here(config: TrainConfig, prebuilt: Prebuilt, launch: Callable[..., Out
     if is_here(config.on):
         memory = usable_memory()
         check_memory(len(setup.deployment.nodes), setup.replica.params.nbytes // setup.parts, memory)
-    if not (prebuilt.told or is_started_outside(config.on)):
+    if not (prebuilt.told or is_started_outside(config.on) or takes_address(config.on)):
         _announce(setup)
     with _recording(setup, prebuilt.interruption) as (folder, callbacks, progress):
         if folder is not None and cluster is not None:

@@ -244,11 +244,6 @@ def manifest(target, *given, **options):
     return yaml.safe_load(emitted(target, launch(*given, target=target, **options)))
 
 
-def options_for(target, options):
-    """The options without those that the target refuses."""
-    return {name: value for name, value in options.items() if (target, name) != ("ray", "device")}
-
-
 def command_in(target, found):
     spec = found["spec"]
     if target == "kubernetes":
@@ -259,7 +254,7 @@ def command_in(target, found):
 @pytest.mark.parametrize("target", SCHEMAS)
 @pytest.mark.parametrize("options", [{}, {"device": "cuda", "strategy": "ssp:bound=3 ps:shards=2", "out": NASTY}])
 def test_a_manifest_is_one_of_its_schema(target, options):
-    known, found = schema_of(target), manifest(target, [2, 2, 2], **options_for(target, options))
+    known, found = schema_of(target), manifest(target, [2, 2, 2], **options)
     assert found["apiVersion"] == f"{known['group']}/{known['version']}"
     assert found["kind"] == known["kind"]
     assert faults(found, known["schema"]) == []
@@ -297,7 +292,7 @@ def test_a_manifest_is_one_of_the_published_schema(target):
     schema = version["schema"]["openAPIV3Schema"]
     assert_part(known["schema"], schema)
     for options in ({}, {"device": "cuda", "out": NASTY}):
-        assert faults(manifest(target, [2, 2, 2], **options_for(target, options)), schema) == []
+        assert faults(manifest(target, [2, 2, 2], **options), schema) == []
 
 
 def assert_part(some, whole):
@@ -335,6 +330,16 @@ def test_a_ray_job_has_a_pod_for_each_machine_and_one_for_the_driver():
     assert spec["headGroupSpec"]["rayStartParams"] == {"num-cpus": "0"}
     assert [group["replicas"] for group in spec["workerGroupSpecs"]] == [3]
     assert spec["authOptions"] == {"mode": "token"}
+
+
+@pytest.mark.parametrize(("reserve", "gpus"), [(None, 2), ("worker:gpus=3", 6), ("worker:gpus=0.25", 1)])
+def test_the_pods_of_a_ray_job_have_the_gpus_that_its_workers_reserve(reserve, gpus):
+    spec = manifest("ray", [2, 2], sync="bsp", device="cuda", reserve=reserve)["spec"]
+    (machines,) = spec["rayClusterSpec"]["workerGroupSpecs"]
+    (container,) = machines["template"]["spec"]["containers"]
+    assert container["resources"] == {"limits": {"nvidia.com/gpu": gpus}}
+    head = spec["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"][0]
+    assert "resources" not in head
 
 
 def test_the_shell_of_ray_gives_dure_each_argument_whole(tmp_path):
@@ -437,7 +442,7 @@ def test_the_best_strategy_of_a_plan_is_that_of_the_text(command, tmp_path, caps
         ("--emit slurm --on nowhere.yaml", '"nowhere.yaml" is no place and no file'),
         ("--emit slurm --resume run", "resume=run names one that has begun.*write --resume run --on torchrun"),
         ("--emit ray --image x --resume run", "resume=run names one.*write --resume run --on ray:auto"),
-        ("--emit ray --image x --device cuda", "trains on CPUs, and device=cuda was asked for.*--emit kubernetes"),
+        ("--emit ray --image x --device auto", "has the GPU that Ray reserves for it.*--device cuda"),
         ("--emit slurm --workers 2..4", "starts a fixed number of workers, and --workers is 2..4"),
         ("--emit slurm --timing-only", "timing_only is for virtual time"),
         ("--emit slurm --nodes 2 --strategy hogwild", "needs one machine.*one with 4 workers.*downpour ps"),

@@ -39,6 +39,7 @@ class RayHost:
         self._place = _place()
         self._number = -1
         self._name = ""
+        self._open = True
         self._lock = threading.Lock()  # Ray calls `look` on a thread of its own
         self._output, sink = os.pipe()
         os.set_blocking(self._output, False)
@@ -46,7 +47,10 @@ class RayHost:
         os.close(sink)
 
     def where(self) -> dict[str, Any]:
-        """The machine of this actor: its name, its number in Ray, its address, and whether its Ray asks for tokens."""
+        """The machine of this actor: its name, its number in Ray, its address, and whether its Ray asks for tokens.
+
+        `gpus` are the numbers of the GPUs that this actor has there, and that its process sees.
+        """
         return self._place
 
     def load(self, setup: Mapping[str, Any]) -> None:
@@ -80,13 +84,15 @@ class RayHost:
 
     def look(self) -> dict[str, Any]:
         """Wait for something new, and return it with the number of the incarnation to which it belongs."""
-        select.select([*self._fork_server.sources, self._output], [], [], WAIT_SECONDS)
+        with suppress(OSError, ValueError):  # `close` has closed the descriptors meanwhile
+            select.select([*self._fork_server.sources, self._output], [], [], WAIT_SECONDS)
         with self._lock:
-            return self._news()
+            return self._news() if self._open else {}
 
     def close(self) -> bytes:
         """End the process and the fork server; returns the rest of the output."""
         with self._lock:
+            self._open = False
             self._fork_server.close()
             return self._read()
 
@@ -124,5 +130,6 @@ def _place() -> dict[str, Any]:
         "host": socket.gethostname(),
         "node": context.get_node_id(),
         "address": ray.util.get_node_ip_address(),
+        "gpus": [str(number) for number in ray.get_gpu_ids()],
         "authenticates": os.environ.get("RAY_AUTH_MODE", "").lower() == "token",
     }
