@@ -73,7 +73,7 @@ CASES = {
     "ssp": Case("ssp ps:shards=2"),
     "ssp-1": Case("ssp ps:shards=1"),
     "downpour": Case("downpour ps:shards=2"),
-    "gossip": Case("ad-psgd", steps=40 * STEPS),  # it computes on while the link is down
+    "gossip": Case("ad-psgd", steps=24 * STEPS),  # it computes on while the link is down
     # actor 0 and the replay are on host 0, actor 1 is on the other
     "rl": Case("bsp collective", "apex:env=CartPole-v1,actors=2,min_size=200", STEPS // 2, options=()),
 }
