@@ -249,7 +249,6 @@ def test_a_wrong_range_is_refused(workers):
         ({"strategy": "lbfgs"}, "chooses its samples"),
         ({"strategy": "downpour", "batch_sizes": (8, 8, 8, 8)}, "one size"),
         ({"strategy": "downpour", "split": "dirichlet:alpha=0.1"}, "ties them"),
-        ({"strategy": "downpour", "checkpoint_every": 5, "out": Path("run")}, "checkpoint_every"),
     ],
 )
 def test_a_run_that_cannot_be_elastic_is_refused(options, said):

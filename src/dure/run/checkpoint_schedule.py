@@ -22,11 +22,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dure.core.node import Call, Reply
+from dure.core.node import Address, Call, Reply
+from dure.core.protocol import COUNT, TEXT, WORKERS, nullable, remote
 from dure.core.state import State
 from dure.core.text import log
 from dure.errors import CheckpointError, DureError, Refused, RemoteError
 from dure.run import checkpoint
+from dure.run.roster import DriverService
 
 if TYPE_CHECKING:
     from dure.core.node import Operation, Task
@@ -37,20 +39,24 @@ if TYPE_CHECKING:
 
 
 class CheckpointRound:
-    """The state of one checkpoint. `living` gives the workers that it must wait for at the moment.
+    """The state of one checkpoint. `working` gives the workers that it must wait for at the moment.
+
+    A worker that only starts is none of them: it may wait for a machine. One that begins before all have stopped stops
+    too, and a later one waits for the end.
 
     All workers stop and continue together, also after an error: a part that cannot be written costs this checkpoint,
     not the run.
     """
 
-    def __init__(self, node: ProcessNode, folder: Path, step: int, living: Callable[[], set[str]]) -> None:
+    def __init__(self, node: ProcessNode, folder: Path, step: int, working: Callable[[], set[str]]) -> None:
         self.folder = folder
         self.step = step
         self.draft = folder / f"step-{step}.tmp"
         self.problem: str | None = None
         self._node = node
-        self._living = living
+        self._working = working
         self._stopped: set[str] = set()
+        self._failed: set[str] = set()
         self._written: set[str] = set()
         self.interrupted: Operation[None] = node.promise("the next generation")
         self.all_stopped: Operation[None] = node.promise("all workers to stop for the checkpoint")
@@ -59,6 +65,7 @@ class CheckpointRound:
 
     def stopped(self, worker: str) -> None:
         self._stopped.add(worker)
+        self._failed.discard(worker)
         self.look()
 
     def written(self, worker: str, problem: str | None) -> None:
@@ -69,7 +76,7 @@ class CheckpointRound:
 
     def waits_for(self) -> set[str]:
         """The workers that have not stopped yet."""
-        return self._living() - self._stopped
+        return self._working() - self._stopped
 
     def interrupt(self) -> None:
         """Let the workers that have stopped go on: one that has not needs them to come here."""
@@ -79,9 +86,12 @@ class CheckpointRound:
 
     def look(self) -> None:
         """Continue if the missing workers have failed or finished. A worker that comes later is not part of it."""
+        gone = self._stopped - self._working()
+        self._stopped -= gone  # for good: it may be started again before the others have written
+        self._failed |= gone
         if not self.all_stopped.done and not self.waits_for():
             self.all_stopped.resolve()
-        if self.all_stopped.done and self._stopped & self._living() <= self._written:
+        if self.all_stopped.done and self._stopped <= self._written:
             self.all_written.resolve()
 
     async def carry_out(
@@ -107,11 +117,10 @@ class CheckpointRound:
         if self.problem is not None:
             checkpoint.discard(self.folder, self.step)
             log.warning("checkpoint %d was not written: %s", self.step, self.problem)
-        self.committed.resolve()
 
     def _remove_failed(self) -> None:
         """Remove the part of a worker that failed after it had stopped: when it comes back it is a new worker."""
-        for name in self._stopped - self._living():
+        for name in self._failed:
             for path in self.draft.glob(f"{name.replace(' ', '-')}.*"):
                 path.unlink()
 
@@ -136,12 +145,17 @@ BETWEEN_ATTEMPTS = 0.2
 """Seconds in which each worker reports its progress again."""
 
 
-class CheckpointSchedule:
+CHECKPOINTS = Address("driver", "checkpoints")
+
+
+class CheckpointSchedule(DriverService):
     """Runs one checkpoint round after another: `due` is the clock of the next, `round` the one that goes on.
 
-    Checkpoints are written to `folder`; without it there are none. `part` gives the driver's own part, and `may_stop`
-    says whether workers may stop now.
+    Checkpoints are written to `folder`; without it there are none. `part` gives the driver's own part. `may_stop` says
+    whether workers may stop now, and `reached` how far they are.
     """
+
+    called = "the checkpoints"
 
     def __init__(
         self,
@@ -154,6 +168,7 @@ class CheckpointSchedule:
         folder: Path | None,
         part: Callable[[], State],
     ) -> None:
+        super().__init__(roster)
         self.every = setup.config.checkpoint_every or 0
         self.due = self.every
         self.round: CheckpointRound | None = None
@@ -162,14 +177,14 @@ class CheckpointSchedule:
         self._folder = folder
         self._lockstep, self._period = setup.lockstep, setup.period
         self._in_flight = setup.parts - 1  # the first stage of a pipeline is so many mini-batches ahead of its clock
-        self._roster = roster
-        self._progress = progress
         self._commands = commands
         self._part = part
         self.may_stop: Callable[[], bool] = lambda: True
+        self.reached = progress.highest
 
     # ---- called by workers
 
+    @remote(WORKERS, step=COUNT)
     async def suspended(self, call: Call) -> Reply:
         """Note that a worker has stopped, and wait until all have. `draft` is None if it must go on before."""
         if not self.may_stop():
@@ -182,15 +197,13 @@ class CheckpointSchedule:
             return Reply({"draft": None})
         return Reply({"draft": str(current.draft)})
 
+    @remote(WORKERS, problem=nullable(TEXT))
     async def saved(self, call: Call) -> Reply:
         """Note that a worker has written its part, and wait until the checkpoint is complete."""
-        assert self.round is not None
         current = self.round
-        current.written(call.caller, call.fields["problem"])
-        await current.committed
-        if self.round is current:
-            self.round = None
-            self.due += self.every
+        if current is not None:  # else it was evicted meanwhile, and the others have not waited for it
+            current.written(call.caller, call.fields["problem"])
+            await current.committed
         return Reply({"checkpoint": self.due})
 
     # ---- called by the driver
@@ -208,7 +221,7 @@ class CheckpointSchedule:
     @property
     def can_write(self) -> bool:
         """Whether a checkpoint can be written before the next one is due."""
-        return self._folder is not None and bool(self.every) and bool(self._roster.living())
+        return self._folder is not None and bool(self.every) and bool(self.roster.working())
 
     @property
     def suspending(self) -> bool:
@@ -234,7 +247,7 @@ class CheckpointSchedule:
                 await self.node.sleep(0.01)
             current = self._last_round
         if current is None:
-            current = self._begin_round(min(self.due, max(self.due - self.every + 1, self._progress.highest())))
+            current = self._begin_round(min(self.due, max(self.due - self.every + 1, self.reached())))
             current.look()
         await current.committed
 
@@ -246,7 +259,7 @@ class CheckpointSchedule:
         """
         ahead, scheduled = AHEAD_SECONDS, self.due
         for attempt in range(ATTEMPTS):
-            reached = self._progress.highest()
+            reached = self.reached()
             rate = reached / max(self.node.now(), ahead)
             unseen = self._in_flight
             unseen += 2 * self._period if self._period > 1 else min(AHEAD_STEPS, math.ceil(rate))
@@ -267,10 +280,15 @@ class CheckpointSchedule:
 
     def _begin_round(self, step: int) -> CheckpointRound:
         assert self._folder is not None
-        self.round = self._last_round = CheckpointRound(self.node, self._folder, step, self._roster.living)
-        work = self.round.carry_out(self._suspend_others, self._commands.save_servers, self._part)
-        self.node.spawn(work, "the checkpoint")
+        self.round = self._last_round = CheckpointRound(self.node, self._folder, step, self.roster.working)
+        self.node.spawn(self._carry_out(self.round), "the checkpoint")
         return self.round
+
+    async def _carry_out(self, current: CheckpointRound) -> None:
+        await current.carry_out(self._suspend_others, self._commands.save_servers, self._part)
+        self.round = None
+        self.due += self.every
+        current.committed.resolve()
 
     async def _suspend_others(self) -> None:
         """Tell the other workers to stop, unless the method is in lockstep: then all stop at the same clock."""

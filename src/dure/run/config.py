@@ -85,10 +85,23 @@ RANGE = re.compile(r"(\d+)\.\.(\d+)")
 
 @dataclass(frozen=True)
 class WorkerRange:
-    """The numbers of workers that an elastic run may have, from `least` to `most`, written as in 2..8."""
+    """The numbers of workers that an elastic run may have, from `least` to `most`, written as in 2..8.
+
+    A run that is resumed goes on with `first` workers; None: as many as before.
+    """
 
     least: int
     most: int
+    first: int | None = None
+
+    def beginning(self, workers: int) -> WorkerRange:
+        """This range, for a run that goes on with so many workers. Raises `UsageError` for a number outside."""
+        if not self.least <= workers <= self.most:
+            raise UsageError(
+                f"{workers} workers were asked for, and the run was started with --workers {self}. Ask for a number "
+                f"from {self.least} to {self.most}."
+            )
+        return replace(self, first=workers)
 
     def __str__(self) -> str:
         return f"{self.least}..{self.most}"

@@ -18,13 +18,13 @@ from __future__ import annotations
 
 import secrets
 import signal
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dure.core.deployment import NodeId, by_rank
+from dure.core.deployment import WORKER, NodeId, by_rank
 from dure.core.meter import SPAN_KINDS
 from dure.core.node import Call, Reply, TensorSpec
 from dure.core.protocol import (
@@ -39,7 +39,6 @@ from dure.core.protocol import (
     TEXT,
     TRUTH,
     WORKERS,
-    RemoteService,
     carrying,
     either,
     listed,
@@ -51,18 +50,18 @@ from dure.core.protocol import (
     row,
 )
 from dure.core.state import State
-from dure.errors import Refused, RemoteError
+from dure.errors import RemoteError
 from dure.run import checkpoint
-from dure.run.checkpoint_schedule import CheckpointSchedule, LastCheckpoint
+from dure.run.checkpoint_schedule import CHECKPOINTS, CheckpointSchedule, LastCheckpoint
 from dure.run.failures import FailureTracker, LivenessLimits, LivenessMonitor, RestartPolicy
-from dure.run.generations import Generations
+from dure.run.generations import GENERATIONS, Generations
 from dure.run.history import DriverHistory
-from dure.run.leases import Leases
+from dure.run.leases import LEASES, Leases, LeaseService, reached
 from dure.run.outcome import Outcome, count_stages
 from dure.run.places import Launcher
 from dure.run.process import COUNTED, FaultSettings
 from dure.run.replacement import Replacements
-from dure.run.roster import Commands, ProcessRoster, Registration, RunProgress
+from dure.run.roster import Commands, DriverService, ProcessRoster, Registration, RunProgress
 from dure.run.scaling import Scaling
 from dure.run.snapshots import Delivered, Results
 from dure.run.supervisor import CompanionTracker, Supervisor
@@ -72,6 +71,7 @@ from dure.runtime.process.node import ProcessNode
 from dure.runtime.wire import Credentials, Identity, WireLimits
 
 if TYPE_CHECKING:
+    from dure.run.checkpoint import Parts
     from dure.run.prebuilt import Callbacks
     from dure.run.setup import Setup
 
@@ -79,7 +79,7 @@ CLOSE_SECONDS = 2.0
 """Seconds in which processes may close their connections at the end of a run."""
 
 
-class Driver(RemoteService):
+class Driver(DriverService):
     """Serves the processes of one run, starts them through `launcher`, and waits for the result.
 
     Processes of other machines reach it at the address `interface`; without it all are on this machine. Checkpoints
@@ -135,6 +135,7 @@ class Driver(RemoteService):
         self.results = Results(setup, node, roster, commands)
         shared: dict[str, Any] = {"progress": progress, "commands": commands}
         self.checkpoints = CheckpointSchedule(setup, node, roster, folder=self.folder, part=self._part, **shared)
+        node.serve(CHECKPOINTS.service, self.checkpoints)
         self.generations = self._generations()
         given: dict[str, Any] = {"roster": roster, "folder": self.folder}
         self.failures = FailureTracker(self.launcher, node.loop, str(setup.strategy), setup.deployment, **given)
@@ -159,6 +160,7 @@ class Driver(RemoteService):
         if not self.setup.re_forms:
             return None
         found = Generations(self.node, self.roster, self.commands, self.checkpoints)
+        self.node.serve(GENERATIONS.service, found)
         self.checkpoints.may_stop = found.runs
         return found
 
@@ -166,7 +168,11 @@ class Driver(RemoteService):
         config = self.setup.config
         if config.elastic is None:
             return None
-        self.leases = Leases(self.setup.steps * config.elastic.least)
+        least = config.elastic.least
+        self.leases = Leases(self.setup.steps * least)
+        self.node.serve(LEASES.service, LeaseService(self.leases, self.roster))
+        if not self.setup.lockstep:
+            self.checkpoints.reached = lambda: reached(self.leases.state()) // least
         return Scaling(
             config.elastic,
             config.out,
@@ -182,10 +188,6 @@ class Driver(RemoteService):
 
     def unknown(self, call: Call) -> str:
         return f'the driver has no method "{call.method}".'
-
-    def admit(self, call: Call) -> None:
-        if call.caller not in self.roster.expected:
-            raise Refused(f"{call.caller} is no process of this run.")
 
     @property
     def model(self) -> Sequence[TensorSpec]:
@@ -244,16 +246,6 @@ class Driver(RemoteService):
         return self.history.part(call)
 
     @remote(WORKERS)
-    def _lease(self, call: Call) -> Reply:
-        leased = self.leases.take(call.caller, workers=max(1, len(self.roster.living())))
-        return Reply({"leased": [leased.start, leased.stop]})
-
-    @remote(WORKERS, number=COUNT)
-    def _used(self, call: Call) -> Reply:
-        self.leases.report(call.caller, call.fields["number"])
-        return Reply()
-
-    @remote(WORKERS)
     def _slowest(self, call: Call) -> Reply:
         return Reply({"steps": self.progress.lowest()})
 
@@ -264,26 +256,6 @@ class Driver(RemoteService):
     @remote(COMPANIONS, figures=mapping(FINITE))
     def _figures(self, call: Call) -> Reply:
         return self.companions.report(call)
-
-    @remote(WORKERS, step=COUNT)
-    def _suspended(self, call: Call) -> Awaitable[Reply]:
-        return self.checkpoints.suspended(call)
-
-    @remote(WORKERS, steps=COUNT, clock=COUNT, fresh=TRUTH, reason=nullable(TEXT))
-    def _stopped(self, call: Call) -> Awaitable[Reply]:
-        return self._formed_again.stopped(call)
-
-    @remote(WORKERS, generation=COUNT)
-    def _formed(self, call: Call) -> Reply:
-        return self._formed_again.formed(call)
-
-    @remote(WORKERS)
-    def _through(self, call: Call) -> Awaitable[Reply]:
-        return self._formed_again.through(call)
-
-    @remote(WORKERS, problem=nullable(TEXT))
-    def _saved(self, call: Call) -> Awaitable[Reply]:
-        return self.checkpoints.saved(call)
 
     @remote(CLOCK, worker=NODE)
     def _evicted(self, call: Call) -> Reply:
@@ -334,12 +306,6 @@ class Driver(RemoteService):
         """The gradients that are not in the model after `step`, as their workers were away."""
         return 0 if self.generations is None else self.setup.workers * step - self.generations.gradients(step)
 
-    @property
-    def _formed_again(self) -> Generations:
-        if self.generations is None:
-            raise Refused("the workers of this run form no group again.")
-        return self.generations
-
     def _go_on_without(self, name: str) -> None:
         """Go on with everything that has waited for a worker."""
         if self.scaling is not None:
@@ -363,7 +329,7 @@ class Driver(RemoteService):
         """
         if resume is not None:
             with checkpoint.fitting("run"):
-                self._resume(checkpoint.load(resume).parts["run"])
+                self._resume(checkpoint.load(resume).parts, after)
         if after is not None:
             totals = self.progress.totals
             totals.seconds = after.node.now()
@@ -462,6 +428,7 @@ class Driver(RemoteService):
             "origin": self.setup.origin,
             "companions": self.companions.figures(),
             "generations": [] if self.generations is None else self.generations.history,
+            **({} if self.scaling is None else {"leases": self.leases.state(), "scaling": self.scaling.state()}),
         }
         tensors = {}
         for name, (values, buffers) in self.results.delivered.items() if not self.roster.servers else ():
@@ -470,11 +437,14 @@ class Driver(RemoteService):
                 tensors[f"{name} buffers"] = buffers
         return State(tensors, plain)
 
-    def _resume(self, part: State) -> None:
-        plain, tensors = part.plain, part.tensors
+    def _resume(self, parts: Parts, after: Driver | None) -> None:
+        plain, tensors = parts["run"].plain, parts["run"].tensors
         self.progress.restore(plain["totals"], plain["seconds"], plain["progress"], plain.get("last_steps", {}))
         self.history.restore([dict(row) for row in plain["history"]])
-        self.roster.restore(plain["finished"])
+        if self.scaling is None:
+            self.roster.restore(plain["finished"])
+        else:
+            self._resume_elastic(plain, {name for name in parts if name.startswith(WORKER)}, after)
         for name in self.roster.finished:
             if name in tensors:
                 self.results.delivered[name] = Delivered(tensors[name], tensors.get(f"{name} buffers"))
@@ -482,6 +452,22 @@ class Driver(RemoteService):
         self.companions.restore(plain.get("companions", {}))
         if self.generations is not None:
             self.generations.history = list(plain.get("generations", []))
+
+    def _resume_elastic(self, plain: Mapping[str, Any], saved: set[str], after: Driver | None) -> None:
+        """Begin with as many of the workers in the checkpoint as the run is to have; the others have left."""
+        assert self.scaling is not None
+        before = None if after is None else after.scaling
+        self.leases.restore(plain["leases"])
+        for name, report in plain["finished"].items():
+            self.progress.count_retired(name, report)
+        names = self.scaling.restore(plain["scaling"], saved, before)
+        for name in self.progress.reports.keys() - {*names}:
+            self.progress.count_lost(name)
+        self.roster.begin_with(names)
+        others = [name for name in self.scaling.names if name not in names]
+        self.fault_settings = replace(self.fault_settings, absent=[NodeId.of(name).rank for name in others])
+        for name in others if self.roster.servers else ():
+            self.commands.tell_clock("lost", name)
 
     async def _gather(self) -> Outcome:
         """Collect the result, end all processes, and evaluate the final model."""

@@ -18,15 +18,19 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dure.core.deployment import NodeId, by_rank
-from dure.core.node import Reply
+from dure.core.node import Address, Reply
+from dure.core.protocol import COUNT, TEXT, TRUTH, WORKERS, nullable, remote
 from dure.core.text import log
 from dure.errors import DureError, PeerLost
+from dure.run.roster import DriverService
 
 if TYPE_CHECKING:
     from dure.core.node import Call, Operation
     from dure.run.checkpoint_schedule import CheckpointSchedule
     from dure.run.roster import Commands, ProcessRoster
     from dure.runtime.process.node import ProcessNode
+
+GENERATIONS = Address("driver", "generations")
 
 MOST_IN_VAIN = 3
 """Generations in a row that may end without a step, a failure or a newcomer before the run ends."""
@@ -48,20 +52,22 @@ class Stopped(NamedTuple):
     answer: Operation[Reply]
 
 
-class Generations:
+class Generations(DriverService):
     """The generation that runs, and the workers that wait for the next one.
 
     `history` has the ranks of each generation, and the step after which it began. `copies` are those that begin with a
     copy of the source's state at its `clock`: they have made no steps of their own until then.
     """
 
+    called = "the generations"
+
     def __init__(
         self, node: ProcessNode, roster: ProcessRoster, commands: Commands, checkpoints: CheckpointSchedule
     ) -> None:
+        super().__init__(roster)
         self.history: list[dict[str, Any]] = []
         self.over = False
         self._node = node
-        self._roster = roster
         self._commands = commands
         self._checkpoints = checkpoints
         self._number = -1
@@ -81,10 +87,11 @@ class Generations:
 
     @property
     def _living(self) -> set[str]:
-        return self._members & self._roster.living()
+        return self._members & self.roster.living()
 
     # ---- the members
 
+    @remote(WORKERS, steps=COUNT, clock=COUNT, fresh=TRUTH, reason=nullable(TEXT))
     async def stopped(self, call: Call) -> Reply:
         """Note that a worker has stopped, or is new, and wait for the next generation."""
         answer: Operation[Reply] = self._node.promise("the next generation")
@@ -94,10 +101,11 @@ class Generations:
             self._must_stop = True
             self._reason = call.fields["reason"] or self._reason
         elif self.over:
-            self._roster.evicted[call.caller] = TOO_LATE
+            self.roster.evicted[call.caller] = TOO_LATE
         self.look()
         return await answer
 
+    @remote(WORKERS, generation=COUNT)
     def formed(self, call: Call) -> Reply:
         """Note that a worker has formed a generation, and has the model."""
         if call.fields["generation"] == self._number and not self._is_stopping:
@@ -105,6 +113,7 @@ class Generations:
             self.look()
         return Reply()
 
+    @remote(WORKERS)
     async def through(self, call: Call) -> Reply:
         """Note that a worker has come to the end of its work, and wait for the others.
 
@@ -166,7 +175,7 @@ class Generations:
             self._commands.break_up(name, self._number)
 
     def _form(self) -> None:
-        entering = {name: self._stopped[name] for name in by_rank(self._stopped.keys() & self._roster.living())}
+        entering = {name: self._stopped[name] for name in by_rank(self._stopped.keys() & self.roster.living())}
         holding = {name: (each.steps, each.clock) for name, each in entering.items() if not each.fresh}
         if not holding:
             self._error = self._error or DureError(LOST)
@@ -201,8 +210,8 @@ class Generations:
 
     def _end(self) -> None:
         self.over = True
-        for name in self._roster.living() - self._members:
-            self._roster.evicted[name] = TOO_LATE
+        for name in self.roster.living() - self._members:
+            self.roster.evicted[name] = TOO_LATE
         self._answer(self._through, over=True)
 
     def _answer(self, waiting: dict[str, Operation[Reply]], *, over: bool) -> None:

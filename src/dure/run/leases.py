@@ -10,16 +10,25 @@ range of them, works through it, and asks for the next one.
 | no range is free         | the worker has finished: only those that hold a range go on                |
 
 So every mini-batch is used at least once, and only those that a dead worker used after its last report are used again.
+
+A checkpoint has the ranges that are left, in the driver's part. All workers have stopped and reported then, so a run
+that is resumed uses each of these mini-batches, and no other, whatever workers it has.
 """
 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from dure.core.node import Address, Reply
+from dure.core.protocol import COUNT, WORKERS, remote
+from dure.run.roster import DriverService
 
 if TYPE_CHECKING:
+    from dure.core.node import Call, Node
     from dure.job.data.split import BatchSampler
+    from dure.run.roster import ProcessRoster
 
 MOST = 16
 """Mini-batches of a lease at most."""
@@ -41,6 +50,7 @@ class Leases:
     """
 
     def __init__(self, total: int) -> None:
+        self.total = total
         self._free = [(0, total)] if total else []
         self._held: dict[str, tuple[int, int]] = {}
 
@@ -79,24 +89,67 @@ class Leases:
         if start < stop:
             insort(self._free, (start, stop))
 
+    def state(self) -> dict[str, Any]:
+        """The state that a checkpoint keeps, as plain values: the ranges that are `left`, in order."""
+        left: list[list[int]] = []
+        for start, stop in sorted((*self._free, *self._held.values())):
+            if left and left[-1][1] == start:
+                left[-1][1] = stop
+            else:
+                left.append([start, stop])
+        return {"total": self.total, "left": left}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` gave: all that is left is free. A run that is longer now has more."""
+        left = (*state["left"], (state["total"], self.total))
+        within = [(int(start), min(int(stop), self.total)) for start, stop in left]
+        self._free, self._held = [(start, stop) for start, stop in within if start < stop], {}
+
+
+def reached(state: Mapping[str, Any]) -> int:
+    """The mini-batch after the last that is used, in the state of leases."""
+    start, stop = state["left"][-1] if state["left"] else (0, 0)
+    return int(start if stop == state["total"] else state["total"])
+
+
+LEASES = Address("driver", "leases")
+
+
+class LeaseService(DriverService):
+    """The driver's end: leases mini-batches to the workers of `roster`, and hears which they have used."""
+
+    called = "the leases"
+
+    def __init__(self, leases: Leases, roster: ProcessRoster) -> None:
+        super().__init__(roster)
+        self._leases = leases
+
+    @remote(WORKERS)
+    def _take(self, call: Call) -> Reply:
+        leased = self._leases.take(call.caller, workers=max(1, len(self.roster.living())))
+        return Reply({"leased": [leased.start, leased.stop]})
+
+    @remote(WORKERS, number=COUNT)
+    def _used(self, call: Call) -> Reply:
+        self._leases.report(call.caller, call.fields["number"])
+        return Reply()
+
 
 class LeasedBatches:
-    """The worker's end: it moves its `sampler` to the ranges that it leases by `ask`, until it is told to `retire`.
+    """The worker's end: it moves its `sampler` to the ranges that its `node` leases from the driver.
 
     A run with the least number of workers, `least`, has one step for as many mini-batches.
     """
 
-    def __init__(self, sampler: BatchSampler, ask: Callable[[], Awaitable[range]], least: int) -> None:
-        self.retiring = False
+    def __init__(self, sampler: BatchSampler, node: Node, least: int) -> None:
         self._sampler = sampler
-        self._ask = ask
+        self._node = node
         self._least = least
         self._stop = sampler.number
 
-    @property
-    def number(self) -> int:
-        """The number of the next mini-batch of this worker in the run."""
-        return self._sampler.number
+    def report(self) -> None:
+        """Tell the driver which mini-batches are used."""
+        self._node.call(LEASES, "used", number=self._sampler.number)
 
     @property
     def step(self) -> int:
@@ -105,11 +158,8 @@ class LeasedBatches:
 
     async def is_left(self) -> bool:
         """As `sync.worker_state.LeasedWork`."""
-        if self.retiring:
-            return False
         if self._sampler.number >= self._stop:
-            found = await self._ask()
-            self._sampler.number, self._stop = found.start, found.stop
+            self._sampler.number, self._stop = (await self._node.call(LEASES, "take")).fields["leased"]
         return self._sampler.number < self._stop
 
     def drop(self) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from dure.core.state import State
 from dure.errors import PeerLost
-from dure.run.snapshots import DRIVER_ADDRESS
+from dure.run.generations import GENERATIONS
 from dure.runtime.process.formed_group import OPERATION_LIMIT, FormedGroup
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class Membership:
                 self.lost(error)
                 continue
             self._go_on(worker)
-            self._node.call(DRIVER_ADDRESS, "formed", generation=self.group.number)
+            self._node.call(GENERATIONS, "formed", generation=self.group.number)
 
     async def through(self) -> bool:
         """Wait until all members have come to the end of their work; False if the generation is over before."""
@@ -82,7 +82,7 @@ class Membership:
     async def _call(self, method: str, **fields: Any) -> Mapping[str, Any]:
         """Call the driver, which may answer after a step of the slowest worker."""
         limit = OPERATION_LIMIT.total_seconds()
-        return (await self._node.call(DRIVER_ADDRESS, method, timeout=limit, **fields)).fields
+        return (await self._node.call(GENERATIONS, method, timeout=limit, **fields)).fields
 
     async def _catch_up(self, worker: WorkerState, source: int) -> None:
         """Take over the state of rank `source`, if it is ahead or this worker is fresh; samples stay the worker's own.

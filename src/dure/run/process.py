@@ -32,6 +32,7 @@ from dure.partition.source import StageSource
 from dure.report.metrics import VersionCounts
 from dure.run import checkpoint
 from dure.run.checkpoint import Parts
+from dure.run.checkpoint_schedule import CHECKPOINTS
 from dure.run.leases import LeasedBatches
 from dure.run.membership import Membership
 from dure.run.outcome import figures_of
@@ -269,7 +270,6 @@ class WorkerProcess(RunProcess):
         super().__init__(setup, node)
         self.fault_settings = fault_settings
         self.suspending = False
-        self.retiring = False
         self.leased: LeasedBatches | None = None
         self.next_checkpoint = 0
         self.snapshots = Snapshots(setup, node, self._bytes_sent)
@@ -356,17 +356,12 @@ class WorkerProcess(RunProcess):
         source = self.worker.source
         assert isinstance(source, JobSource)
         assert source.sampler is not None
-        self.worker.boundary.leased = self.leased = LeasedBatches(source.sampler, self._lease, elastic.least)
+        self.worker.boundary.leased = self.leased = LeasedBatches(source.sampler, self.node, elastic.least)
         signal.signal(signal.SIGTERM, lambda *_: self._retire())
-
-    async def _lease(self) -> range:
-        reply = await self.node.call(DRIVER_ADDRESS, "lease")
-        return range(*reply.fields["leased"])
 
     def _retire(self) -> None:
         """Leave at the next step boundary."""
-        assert self.leased is not None
-        self.leased.retiring = True
+        self.worker.boundary.retiring = True
 
     def _restore(self, parts: Parts) -> bool:
         """Go on from a checkpoint if this worker is in it; whether it was."""
@@ -412,10 +407,9 @@ class WorkerProcess(RunProcess):
 
     async def _finish(self) -> None:
         worker, node = self.worker, self.node
-        retired = False
+        retired = worker.boundary.retiring
         if self.leased is not None:
-            retired = self.leased.retiring
-            self.tell("used", number=self.leased.number)
+            self.leased.report()
         await lifecycle.leave(worker, finished=not retired)
         seconds = node.now()
         await self.snapshots.settled()
@@ -458,7 +452,7 @@ class WorkerProcess(RunProcess):
         """Take the snapshots that are due, and report this worker's steps to the driver."""
         self.snapshots.at_boundary(worker)
         if self.leased is not None:
-            self.tell("used", number=self.leased.number)
+            self.leased.report()
         if worker.clock % self.setup.eval_every == 0 and worker.clock > self._began:
             self._report(self.node.now())
 
@@ -491,7 +485,11 @@ class WorkerProcess(RunProcess):
     # ---- checkpoints
 
     def _suspend_due(self, worker: WorkerState) -> bool:
-        return self.suspending or self.next_checkpoint <= min(worker.clock, self.setup.steps)
+        if self.leased is None:
+            reached = min(worker.clock, self.setup.steps)
+        else:  # workers that come and go have clocks of their own, unless they wait for each other
+            reached = worker.clock if self.setup.lockstep else self.leased.step
+        return self.suspending or self.next_checkpoint <= reached
 
     def _suspend_now(self, step: int) -> None:
         """Another worker has reached the scheduled clock `step`: stop at the next step boundary."""
@@ -511,7 +509,10 @@ class WorkerProcess(RunProcess):
         self.next_checkpoint = step
 
     async def _checkpoint(self) -> None:
-        reply = await self.node.call(DRIVER_ADDRESS, "suspended", step=self.next_checkpoint)
+        if self.leased is not None:
+            self.leased.report()
+            self._report(self.node.now())
+        reply = await self.node.call(CHECKPOINTS, "suspended", step=self.next_checkpoint)
         if reply.fields["draft"] is None:  # the group is formed again first
             await self.node.sleep(AGAIN_SECONDS)
             return
@@ -523,7 +524,7 @@ class WorkerProcess(RunProcess):
             checkpoint.write_part(Path(reply.fields["draft"]), f"worker-{self.node.rank}", state)
         except CheckpointError as error:
             problem = str(error)
-        go = await self.node.call(DRIVER_ADDRESS, "saved", problem=problem)
+        go = await self.node.call(CHECKPOINTS, "saved", problem=problem)
         self.next_checkpoint = go.fields["checkpoint"]
         self.suspending = False
         self.worker.asking = False  # the checkpoint may have ended a wait for admission

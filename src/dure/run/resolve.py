@@ -328,8 +328,6 @@ def _check_elastic(setup: Setup, elastic: WorkerRange) -> None:
             f"--workers {elastic} leases the samples to whoever is there, and the split {setup.job.split} ties them to "
             "workers. Use --split iid."
         )
-    if config.checkpoint_every:
-        raise UsageError(f"--workers {elastic} writes no checkpoints. Leave out checkpoint_every, or give one number.")
 
 
 def _check(setup: Setup, cluster: Cluster | None) -> None:

@@ -58,6 +58,8 @@ def resumed(config: TrainConfig, cluster: Cluster | None = None) -> TrainConfig:
     asked = ((option, getattr(config, option.name)) for option in fields(config))
     given = {option.name: value for option, value in asked if value != option.default}
     changes = {name: given.pop(name) for name in TrainConfig.used(OptionUse.CHANGES) if name in given}
+    if saved.elastic is not None and isinstance(given.get("workers"), int):
+        changes["workers"] = saved.elastic.beginning(given.pop("workers"))
     given = {**given, **config.members()}
     for name in ("strategy", "resume", "trust"):
         given.pop(name, None)

@@ -21,14 +21,15 @@ from typing import TYPE_CHECKING, Any
 
 from dure.core.deployment import SERVER, WORKER, NodeId, WhenLost, by_rank
 from dure.core.node import Address
-from dure.errors import DureError, RemoteError
+from dure.core.protocol import RemoteService
+from dure.errors import DureError, Refused, RemoteError
 from dure.report.metrics import VersionCounts
 from dure.run.outcome import Totals
 from dure.run.setup import companions_of
 
 if TYPE_CHECKING:
     from dure.core.deployment import Deployment
-    from dure.core.node import Operation, Reply
+    from dure.core.node import Call, Operation, Reply
     from dure.run.setup import Setup
     from dure.runtime.process.node import ProcessNode
 
@@ -75,6 +76,11 @@ class ProcessRoster:
             names.discard(name)
         self.evicted.pop(name, None)
 
+    def begin_with(self, workers: Sequence[str]) -> None:
+        """Begin with other workers than those of the deployment that are not absent."""
+        self.expected = (self.expected - {*self.workers}) | {*workers}
+        self.workers = list(workers)
+
     def restore(self, finished: Mapping[str, Mapping[str, Any]]) -> None:
         """Take over the workers that had finished before a checkpoint: none of them is started."""
         self.finished = dict(finished)
@@ -94,6 +100,10 @@ class ProcessRoster:
     def all_finished(self) -> bool:
         """Whether some worker has finished and none is living."""
         return bool(self.finished) and not self.living()
+
+    def working(self) -> set[str]:
+        """The living workers that have begun."""
+        return self.living() & self.ready
 
     def living(self) -> set[str]:
         gone = self.failed.keys() | self.finished.keys() | self.evicted.keys()
@@ -149,7 +159,7 @@ class Commands:
 
     def introduce(self, worker: str) -> None:
         """Tell the other workers where a new one listens: a neighbor in gossip may call it."""
-        for name in self._roster.living() & self._roster.ready - {worker}:
+        for name in self._roster.working() - {worker}:
             self.meet(name, worker)
 
     def bring_back(self, server: str) -> None:
@@ -192,7 +202,7 @@ class Commands:
 
     async def stop_at(self, step: int) -> None:
         """Have all workers stop for a checkpoint at one clock. Raises `Refused` if one has passed it."""
-        asked = [self.call(name, "stop_at", step=step) for name in self._roster.living()]
+        asked = [self.call(name, "stop_at", step=step) for name in self._roster.working()]
         for answer in asked:
             await answer
 
@@ -222,6 +232,17 @@ class Commands:
     async def _tell(self, name: str, method: str, /, **fields: Any) -> None:
         with suppress(RemoteError):
             await self.call(name, method, **fields)
+
+
+class DriverService(RemoteService):
+    """A service of the driver, for the processes in `roster`."""
+
+    def __init__(self, roster: ProcessRoster) -> None:
+        self.roster = roster
+
+    def admit(self, call: Call) -> None:
+        if call.caller not in self.roster.expected:
+            raise Refused(f"{call.caller} is no process of this run.")
 
 
 TRAFFIC = ("bytes_sent", "bytes_received", "messages")

@@ -14,20 +14,20 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dure.core.deployment import WORKER, NodeId, by_rank
 from dure.core.regular_file import read_regular
 from dure.core.text import log
 from dure.errors import DureError, UsageError
 from dure.report.files import replacing
+from dure.run.config import WorkerRange
 
 if TYPE_CHECKING:
-    from dure.run.config import WorkerRange
     from dure.run.leases import Leases
     from dure.run.places import Launcher
     from dure.run.replacement import Replacements
@@ -54,14 +54,6 @@ class RunSize:
     most: int
     target: int
     run: list[str]
-
-    def check(self, workers: int) -> None:
-        """Raise `UsageError` for a number outside the range."""
-        if not self.least <= workers <= self.most:
-            raise UsageError(
-                f"{workers} workers were asked for, and the run was started with --workers {self.least}..{self.most}. "
-                f"Ask for a number from {self.least} to {self.most}."
-            )
 
 
 class Scaling:
@@ -91,7 +83,30 @@ class Scaling:
         self._retiring = set[str]()
         self._looked = 0.0
         self._shown: RunSize | None = None
-        self._names = [str(NodeId(WORKER, rank)) for rank in range(elastic.most)]
+        self.names = [str(NodeId(WORKER, rank)) for rank in range(elastic.most)]
+
+    def state(self) -> dict[str, Any]:
+        """The state that a checkpoint keeps, as plain values."""
+        return {"target": self._target, "asked": self._asked}
+
+    def restore(self, state: Mapping[str, Any], saved: Collection[str], before: Scaling | None) -> list[str]:
+        """Go on from a checkpoint that has the workers `saved`; returns the workers to begin with.
+
+        `before` is that of the driver that goes back to the checkpoint. Without it the run may be on another machine:
+        a number that nobody asked for follows the room there.
+        """
+        elastic = self._elastic
+        if before is not None:
+            self._target, self._asked = before._target, before._asked
+        elif elastic.first is not None:
+            self._target, self._asked = elastic.first, True
+        else:
+            self._target, self._asked = int(state["target"]), bool(state["asked"])
+            if not self._asked:
+                self._target = min(self._target, max(elastic.least, self._launcher.room()))
+        chosen = [name for name in self.names if name in saved][: self._target]
+        spare = [name for name in self.names if name not in chosen]
+        return by_rank([*chosen, *spare[: max(0, elastic.least - len(chosen))]])
 
     def look(self, now: float) -> None:
         """Read a request, and start or retire the workers that are too few or too many."""
@@ -148,7 +163,7 @@ class Scaling:
         roster, exited = self._roster, self._launcher.exited
         return [
             name
-            for name in self._names
+            for name in self.names
             if name not in roster.workers and (name not in roster.incarnations or name in exited)
         ]
 
@@ -161,7 +176,7 @@ class Scaling:
             path.unlink(missing_ok=True)
             try:
                 workers = int(json.loads(content)["workers"])
-                RunSize(self._elastic.least, self._elastic.most, self._target, []).check(workers)
+                self._elastic.beginning(workers)
             except (ValueError, KeyError, TypeError, UsageError) as error:
                 log.warning("%s is no request that the run can follow: %s", path, error)
                 return
@@ -194,7 +209,8 @@ def ask(folder: Path, workers: int, interruption: Interruption) -> RunSize:
 
     Raises `UsageError` for a number that the run cannot have, `DureError` if no driver answers.
     """
-    scale_of(folder).check(workers)
+    size = scale_of(folder)
+    WorkerRange(size.least, size.most).beginning(workers)
     with replacing(folder / REQUEST) as file:
         json.dump({"workers": workers}, file)
     if interruption.until(lambda: scale_of(folder).target == workers, ANSWER_SECONDS):

@@ -184,7 +184,7 @@ class Supervisor:
     @property
     def has_model(self) -> bool:
         """Whether a server or a living worker has the model of the run. A worker that only starts has none yet."""
-        return bool(self.roster.servers or self.roster.living() & self.roster.ready)
+        return bool(self.roster.servers or self.roster.working())
 
     def _give_up_newcomers(self) -> None:
         """Start no worker again, and kill those that start: they would begin with the initial model."""

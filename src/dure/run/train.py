@@ -25,6 +25,7 @@ from dure.run import checkpoint
 from dure.run.break_even import break_even_summary
 from dure.run.config import TrainConfig
 from dure.run.devices import notice
+from dure.run.leases import reached
 from dure.run.outcome import Outcome, check_applied, summary
 from dure.run.places import is_here, is_real, is_started_outside, launcher_of, takes_address
 from dure.run.prebuilt import Callbacks, Prebuilt, named, placed
@@ -217,14 +218,23 @@ def _folder(setup: Setup) -> RunFolder | None:
             _save(config.resume / CHECKPOINTS, newest.step, parts)
             newest = checkpoint.load(config.resume / CHECKPOINTS)
         checkpoint.check_origin(newest, setup.origin)
-        if setup.steps < newest.step:
+        step = _reached(newest, config)
+        if setup.steps < step:
             raise UsageError(
                 f"the run would end at steps={setup.steps}, and the last checkpoint of {config.resume} is of step "
-                f"{newest.step}. Give at least {newest.step} steps, and more epochs if they end the run earlier, or "
+                f"{step}. Give at least {step} steps, and more epochs if they end the run earlier, or "
                 "start another run with another --out."
             )
         return RunFolder.resume(config.resume, rows=checkpoint.rows(newest))
     return None if config.out is None else RunFolder.create(config.out)
+
+
+def _reached(newest: checkpoint.Checkpoint, config: TrainConfig) -> int:
+    """The step that the run of a checkpoint has reached."""
+    if config.elastic is None:
+        return newest.step
+    with checkpoint.fitting("run"):
+        return -(-reached(newest.parts["run"].plain["leases"]) // config.elastic.least)
 
 
 def _save(place: Path, step: int, parts: Parts) -> None:

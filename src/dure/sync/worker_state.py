@@ -97,7 +97,7 @@ class Boundary:
     not be at the same clock for a checkpoint (`waiting`), a wait for admission is a boundary too.
 
     `checkpoint` gives the clock of the next checkpoint. `leased` is the work of a worker of an elastic run: it ends
-    once no mini-batch is left, whatever the clock.
+    once no mini-batch is left, whatever the clock. A worker that is `retiring` leaves at its next boundary.
 
     Workers of a group must end at the same step, so they compare their times where they synchronize: every `period`
     steps, or at the clock `WorkerState.last_sync`. If the method lets each worker end `alone`, they do not compare.
@@ -111,6 +111,7 @@ class Boundary:
     alone: bool = False
     checkpoint: Callable[[], int] | None = None
     leased: LeasedWork | None = None
+    retiring: bool = False
 
     def step(self, clock: int) -> int:
         """The step of the run at the `clock` of a worker, by which rates change."""
@@ -132,11 +133,7 @@ class Boundary:
             await worker.sessions.settled()
             await worker.source.settled()
             raise Suspend
-        if self.leased is not None:
-            ended = not await self.leased.is_left()
-        else:
-            ended = self.steps is not None and worker.clock >= self.steps
-        if ended:
+        if self.retiring or not await self._is_left(worker.clock):
             await worker.source.settled()
             raise EndOfWork
         if self.seconds is not None and await self._is_late(worker, self.seconds):
@@ -145,6 +142,12 @@ class Boundary:
             worker.on_boundary(worker)
         if worker.rates is not None:
             worker.lr = worker.rates(self.step(worker.clock))
+
+    async def _is_left(self, clock: int) -> bool:
+        """Whether another step is left."""
+        if self.leased is not None:
+            return await self.leased.is_left()
+        return self.steps is None or clock < self.steps
 
     async def _is_late(self, worker: WorkerState, seconds: float) -> bool:
         """Whether the time is over. In a group it is over for all members once it is for one."""
