@@ -123,12 +123,13 @@ def test_workers_come_and_go_and_each_sample_of_an_epoch_is_used_once(strategy, 
 def test_a_warned_worker_leaves_and_another_takes_its_place(elastic):
     plan = Plan(
         (working(2, 100), lambda trial: trial.fork_server.signal("worker 1", signal.SIGTERM)),
-        (lambda trial: "worker 1" not in trial.driver.roster.workers, lambda trial: None),
+        (lambda trial: "worker 1" in trial.driver.roster.failed, lambda trial: None),
         (working(2), lambda trial: None),
     )
     _, outcome, samples = elastic("downpour ps:shards=2", plan)
     assert not plan.acts
     before, _, after = plan.pids
+    assert outcome.notes["deaths"] == {}
     assert before["worker 0"] == after["worker 0"]
     assert len(after) == 2
     assert before["worker 1"] not in after.values()

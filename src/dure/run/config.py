@@ -33,6 +33,7 @@ from dure.run.devices import check_form
 from dure.run.places import DEFAULT, LAUNCHERS, check_address, is_real, is_started_outside, takes_address
 from dure.run.reservation import check_device, reservations
 from dure.run.strategy import AXES, Strategy, by_axis
+from dure.runtime.launch.preemption import check_source
 
 if TYPE_CHECKING:
     from dure.job.optimizer import OptimizerSpec
@@ -235,6 +236,10 @@ class RunOptions(Checked):
     insecure: Changes[bool] = False
     """With ray: run also on a cluster of several machines that asks for no token, where everyone who reaches a port of
     Ray can execute code and read the run's key."""
+    preemption_notice: Changes[str | None] = None
+    """File or URL by which a cloud warns before it takes a machine away: file:/run/preempted, or
+    http://169.254.169.254/latest/meta-data/spot/instance-action. A worker that is warned leaves; if the launcher's
+    machine is, the run ends as after SIGTERM (docs/guide.md)."""
     grace: Changes[NonNegative] = 10.0
     """Seconds that a real run with checkpoints has after Ctrl-C or SIGTERM, to write a last one; 0 for none."""
     out: Path | None = None
@@ -244,6 +249,8 @@ class RunOptions(Checked):
         Checked.__post_init__(self)
         if self.device is not None:
             check_form(self.device)
+        if self.preemption_notice is not None:
+            check_source(self.preemption_notice)
         if self.warn_after is not None and self.warn_after > self.frozen_after:
             raise UsageError(
                 f"warn_after={self.warn_after:g} names a frozen process after frozen_after={self.frozen_after:g}, when "

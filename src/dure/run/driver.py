@@ -284,7 +284,7 @@ class Driver(DriverService):
     @carrying(lambda driver: driver.model)
     def _done(self, call: Call) -> Reply:
         self.roster.evicted.pop(call.caller, None)
-        if self.scaling is not None and call.fields["retired"] and self.leases.left:
+        if call.fields["retired"] and self._is_work_left(call.fields["steps"]):
             self._retired(call.caller, call.fields)
             return Reply()
         values, *buffers = [tensor.clone() for tensor in call.tensors]
@@ -294,13 +294,18 @@ class Driver(DriverService):
         return Reply()
 
     def _retired(self, name: str, report: Mapping[str, Any]) -> None:
-        """Let a worker go that has left before the end."""
-        assert self.scaling is not None
-        self.scaling.retired(name)
+        """Let a worker go that has left before the end, as it was asked to, or after a warning."""
         self.progress.count_retired(name, report)
-        self.roster.retire(name)
+        if self.scaling is not None and self.scaling.is_retiring(name):
+            self.roster.retire(name)
+        else:
+            self.supervisor.left(name)
         self.node.spawn(self.commands.bye(name), f"letting {name} go")
         self._go_on_without(name)
+
+    def _is_work_left(self, steps: int) -> bool:
+        """Whether work is left for a worker that has made so many steps."""
+        return bool(self.leases.left) if self.scaling is not None else steps < self.setup.steps
 
     def _missing(self, step: int) -> int:
         """The gradients that are not in the model after `step`, as their workers were away."""

@@ -260,6 +260,7 @@ class FailureTracker:
         self.causes: dict[str, str] = {}
         self.reasons: dict[str, str] = {}
         self.reported: dict[str, DureError] = {}
+        self.who_left = set[str]()
         self._failed = roster.failed
         self._launcher = launcher
         self._loop = loop
@@ -274,6 +275,11 @@ class FailureTracker:
         self.causes.pop(name, None)
         self._wait_for(name)
 
+    def left(self, name: str, reason: str) -> None:
+        """Note that a process was warned, and has left before its work was done. That is no failure."""
+        self._failed[name] = self.reasons[name] = reason
+        self.who_left.add(name)
+
     def because(self, name: str, reason: str) -> None:
         """Note the cause of an end that is to come: the run itself ends the process, or the process has reported it."""
         self.reasons[name] = reason
@@ -287,14 +293,15 @@ class FailureTracker:
 
     def restarted(self, name: str) -> None:
         """Forget the failure of a process that is started again."""
-        if name in self._failed and name not in self.causes:
+        if name in self._failed and name not in self.causes and name not in self.who_left:
             self._explain(name)
+        self.who_left.discard(name)
         self._failed.pop(name, None)
         self.reasons.pop(name, None)
 
     def look(self) -> None:
         """Log the failures whose cause is known by now."""
-        for name in self._failed.keys() - self.causes.keys():
+        for name in self._failed.keys() - self.causes.keys() - self.who_left:
             if self._explained(name):
                 self._explain(name)
 

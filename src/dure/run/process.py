@@ -17,6 +17,7 @@ from __future__ import annotations
 import signal
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -40,6 +41,7 @@ from dure.run.servers import build_server
 from dure.run.snapshots import DRIVER_ADDRESS, Snapshots
 from dure.run.workers import build_worker, check_process_memory, restore_worker, work_through
 from dure.runtime.launch.engine_store import connected, lead_engine, one_family, without_watchdog
+from dure.runtime.launch.preemption import RANK, watching
 from dure.runtime.memory import memory_limit
 from dure.runtime.process.node import ProcessNode
 from dure.runtime.wire import Loss
@@ -277,6 +279,7 @@ class WorkerProcess(RunProcess):
         self._said = 0.0
         self._began = 0
         self._role: Task[None] | None = None
+        self.warnings = ExitStack()
         self.membership = Membership(setup, node) if setup.re_forms else None
 
     @property
@@ -317,6 +320,8 @@ class WorkerProcess(RunProcess):
             engine.read_in_place(*mapped)
         if setup.config.elastic is not None:
             self._lease_from(setup.config.elastic)
+        if setup.lets_go:
+            self._heed_warnings(where[0])
         worker.on_step = self.on_step
         worker.on_boundary = self._on_boundary
         if worker.sessions.rows is not None:
@@ -352,12 +357,22 @@ class WorkerProcess(RunProcess):
         return lambda ranks: membership.group
 
     def _lease_from(self, elastic: WorkerRange) -> None:
-        """Work through leased mini-batches, and retire when the driver or a signal says so."""
+        """Work through leased mini-batches."""
         source = self.worker.source
         assert isinstance(source, JobSource)
         assert source.sampler is not None
         self.worker.boundary.leased = self.leased = LeasedBatches(source.sampler, self.node, elastic.least)
+
+    def _heed_warnings(self, where: str) -> None:
+        """Leave at a step boundary when SIGTERM comes, or the notice of a cloud.
+
+        The launcher reads the notice of its own machine, as that concerns the whole run.
+        """
         signal.signal(signal.SIGTERM, lambda *_: self._retire())
+        notice = self.setup.config.preemption_notice
+        if notice is not None and (RANK in notice or self.node.directory["driver"][0] != where):
+            notice = notice.replace(RANK, str(self.node.rank))
+            self.warnings.enter_context(watching(notice, self._retire))
 
     def _retire(self) -> None:
         """Leave at the next step boundary."""
@@ -431,6 +446,7 @@ class WorkerProcess(RunProcess):
             **self._metered(),
         }
         await node.call(DRIVER_ADDRESS, "done", *tensors, stage=figures_of(worker), **done)
+        self.warnings.close()
         self.delivered = True
         await self.bye
 

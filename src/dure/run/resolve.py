@@ -148,6 +148,11 @@ def _check_place(config: TrainConfig) -> None:
     """Raise `UsageError` for a run that its place cannot have. In an elastic run the launcher starts the processes."""
     if config.reserve is not None and not takes_address(config.on):
         raise UsageError(f'reserve="{config.reserve}" is for --on ray, and --on is {config.on}. Leave it out.')
+    if config.preemption_notice is not None and (config.virtual or is_started_outside(config.on)):
+        raise UsageError(
+            f"preemption_notice={config.preemption_notice} is for a real run whose processes dure starts, and --on is "
+            f"{config.on}. Leave it out; under torchrun, send SIGTERM to its agent."
+        )
     if config.elastic is not None and (config.virtual or is_started_outside(config.on)):
         raise UsageError(
             f"--workers {config.elastic} is for a real run whose processes dure starts, and --on is {config.on}. Give "

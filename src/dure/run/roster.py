@@ -322,6 +322,7 @@ class RunProgress:
     def count_retired(self, name: str, report: Mapping[str, Any]) -> None:
         """Count the same of a worker that leaves the run before its end."""
         self._count(name, report)
+        self.last_steps[name] = int(report["steps"])
         self.refused_of_failed += int(report.get("refused", 0))
         self.reports.pop(name, None)
         self.at.pop(name, None)

@@ -6,8 +6,7 @@
 A run begins with the least number of workers. Until somebody asks for a number, it grows as far as the launcher has
 room.
 
-A worker that retires leaves at a step boundary, gives back the rest of its lease, and its process ends. A worker that
-has been warned (SIGTERM) retires too: the driver starts another one in its place.
+A worker that retires leaves at a step boundary, gives back the rest of its lease, and its process ends.
 """
 
 from __future__ import annotations
@@ -144,9 +143,11 @@ class Scaling:
             self._retiring.add(name)
             self._commands.retire(name)
 
-    def retired(self, name: str) -> None:
-        """Note that a worker has retired, as it was asked to or after a warning."""
+    def is_retiring(self, name: str) -> bool:
+        """Whether a worker that leaves was asked to. Call it once."""
+        asked = name in self._retiring
         self._retiring.discard(name)
+        return asked
 
     def close(self) -> None:
         """Remove the files: the run is over."""

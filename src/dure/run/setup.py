@@ -268,6 +268,16 @@ class Setup:
         return strategy and whole and on_cpu and self.traits.regroups and started_here
 
     @property
+    def lets_go(self) -> bool:
+        """Whether a worker that is warned of preemption may leave at a step boundary, and the others go on.
+
+        Under a coordinator workers have no such boundary.
+        """
+        workers = [self.deployment[name].when_lost for name in self.deployment.names(WORKER)]
+        alike = self.job.companions is None and not self.coordinated and not is_started_outside(self.config.on)
+        return alike and all(when_lost is WhenLost.GO_ON for when_lost in workers)
+
+    @property
     def replaces(self) -> bool:
         """Whether workers that are killed are started again, where the others go on without them."""
         return self.config.replace and not is_started_outside(self.config.on)

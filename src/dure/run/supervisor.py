@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 MOST_FIGURES = 100
 
+WARNED = "warned of preemption"
+
 
 class CompanionTracker:
     """Keeps the last figures of each companion, and says which are to be started now.
@@ -167,9 +169,18 @@ class Supervisor:
         if self.begun.done and self.setup.replaces:
             self.replacements.failed(name, self.now())
 
+    def left(self, name: str) -> None:
+        """Note that a worker has left after a warning of preemption. It is replaced as a killed one is."""
+        log.warning("%s has left: it was warned of preemption.", name)
+        self.failures.left(name, WARNED)
+        self.roster.present.discard(name)
+        if self.setup.replaces:
+            self.replacements.failed(name, self.now())
+
     def due(self) -> list[str]:
-        """The workers that were killed, and are to be started again now."""
-        now, exited = self.now(), self.launcher.exited
+        """The workers that were killed or have left, and are to be started again now."""
+        left = dict.fromkeys(self.failures.who_left & self.launcher.exited.keys(), -signal.SIGTERM)
+        now, exited = self.now(), {**self.launcher.exited, **left}
         if not self.has_model:
             self._give_up_newcomers()
         for name in self.replacements.gone(now, exited):
@@ -177,8 +188,12 @@ class Supervisor:
         found = self.replacements.due(now, exited)
         again = [name for name in found if exited[name] < 0 and self.replacements.in_vain(name) <= LIMIT]
         for name in found:
-            text = "is started again" if name in again else "is not started again; the others go on without it"
-            log.warning("%s %s.", name, text)
+            if name in again:
+                log.warning("%s is started again.", name)
+                continue
+            often = f"ended {LIMIT + 1} times in a row without a step in between, and {LIMIT} starts are the limit"
+            why = "raised an error" if exited[name] >= 0 else often
+            log.warning("%s is not started again: it has %s. The others go on without it.", name, why)
         return again
 
     @property

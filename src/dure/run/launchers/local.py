@@ -15,6 +15,7 @@ from dure.run.failures import RestartPolicy
 from dure.run.outcome import Outcome
 from dure.runtime.launch.fork_server import ForkServer
 from dure.runtime.launch.interruption import Interruption
+from dure.runtime.launch.preemption import RANK, watching
 
 if TYPE_CHECKING:
     from dure.report.run import Run
@@ -84,10 +85,12 @@ def train_on(
         )
 
     launcher.load(setup.plain())
-    try:
+    notice = setup.config.preemption_notice
+    with ExitStack() as stack:
+        if notice is not None and RANK not in notice:
+            stack.enter_context(watching(notice, interruption.warned))
+        stack.callback(launcher.clear)
         return keep_running(make, launcher, resume, interruption)
-    finally:
-        launcher.clear()
 
 
 def keep_running(

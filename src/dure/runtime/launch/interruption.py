@@ -65,6 +65,11 @@ class Interruption:
             time.sleep(LOOK_SECONDS)
         return held
 
+    def warned(self) -> None:
+        """Go on as after a first SIGTERM, of which `check` knows: this machine will be taken away."""
+        if self.number is None:
+            self.number, self._came = signal.SIGTERM, time.monotonic()
+
     @contextmanager
     def heard(self) -> Iterator[None]:
         """Handle the signals while open, except for ignored ones; afterwards restore the earlier handlers."""
