@@ -95,6 +95,34 @@ def test_downpour_repeats_no_steps_but_those_that_were_not_reported(tmp_path, ru
     assert outcome.params.equal(notes.replay(trial.setup, trial.driver.logs))
 
 
+@pytest.mark.parametrize("after", [20, pytest.param(STEPS - 30, marks=pytest.mark.long)])
+def test_a_newcomer_of_a_gossip_goes_on_after_the_last_report(after, run):
+    kills = Kills("worker 1", after=after)
+    trial, outcome = run("waits_now_and_then", "ad-psgd", kills)
+    assert len(kills.pids["worker 1"]) == 2
+    assert kills.base["worker 1"] >= after
+    assert trial.driver.roster.finished["worker 1"]["done"] == STEPS - kills.base["worker 1"]
+    assert outcome.totals.per_worker["worker 1"]["steps"] == STEPS
+
+
+@pytest.mark.long
+def test_a_worker_of_a_gossip_is_replaced_when_the_others_are_at_their_end(run):
+    def kill_last(trial):
+        driver, running = trial.driver, trial.fork_server.processes
+        if not pids and driver.progress.steps("worker 1") >= 20:
+            pids.append(running["worker 1"])
+            trial.fork_server.signal("worker 1", signal.SIGSTOP)
+        elif len(pids) == 1 and driver.roster.finished.keys() == {"worker 0", "worker 2"}:
+            pids.append(None)
+            trial.kill("worker 1")
+
+    pids = []
+    trial, outcome = run("waits_now_and_then", "ad-psgd", kill_last)
+    assert len(pids) == 2
+    assert trial.driver.roster.finished.keys() == {"worker 0", "worker 1", "worker 2"}
+    assert outcome.totals.per_worker["worker 1"]["steps"] == STEPS
+
+
 def test_a_dead_worker_of_a_checkpoint_goes_on_after_its_last_report(tmp_path, run):
     options = {"out": tmp_path / "run", "checkpoint_every": 100, "data": tmp_path}
     trial, outcome = run("waits_now_and_then", "downpour ps", Kills("worker 1"), **options, replace=False)
@@ -121,7 +149,7 @@ def test_a_gossip_run_ends_with_its_last_worker(run):
 
 
 @pytest.mark.long
-def test_a_worker_that_dies_without_a_step_is_given_up(run):
+def test_a_worker_that_dies_without_a_step_is_given_up(run, caplog):
     def kill_at_once(trial):
         if "worker 1" in trial.fork_server.processes and trial.driver.progress.steps("worker 1") < 20:
             trial.fork_server.signal("worker 1", signal.SIGKILL)
@@ -130,6 +158,7 @@ def test_a_worker_that_dies_without_a_step_is_given_up(run):
     assert trial.driver.roster.incarnations["worker 1"] == LIMIT
     assert trial.driver.roster.finished.keys() == {"worker 0", "worker 2"}
     assert outcome.notes["unfinished"] == {"worker 1": "killed by signal 9 (SIGKILL)"}
+    assert f"6 times in a row without a step in between, and {LIMIT} starts are the limit" in caplog.text
 
 
 # ---- the rule

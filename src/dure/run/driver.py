@@ -209,7 +209,8 @@ class Driver(DriverService):
             self.commands.introduce(name)
         store = None if self.store is None else self.store.place
         directory = {name: list(place) for name, place in self.roster.places.items()}
-        steps = self.progress.steps(name)
+        earlier = name in self.progress.last_steps or self.roster.incarnations[name] > 0
+        steps = self.progress.steps(name) if earlier else None
         return Reply({"directory": directory, "store": store, "newcomer": newcomer, "steps": steps})
 
     @remote(NODES)

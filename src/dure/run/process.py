@@ -310,8 +310,8 @@ class WorkerProcess(RunProcess):
             lead_engine(where[0])
             node.collectives = self._groups(reply.fields["store"])
         start = parts["run"].plain["checkpoint"] if parts else 0
-        steps = reply.fields["steps"] if self.membership is None else 0  # its group brings a newcomer up to date
-        self.worker = worker = build_worker(setup, node, node.rank, node.meter, start=start, steps=steps)
+        steps = reply.fields["steps"] if self.membership is None else None  # its group brings a newcomer up to date
+        self.worker = worker = build_worker(setup, node, node.rank, node.meter, start=start, steps=steps or 0)
         if worker.over_servers:
             worker.server.client.return_seconds = self.fault_settings.return_seconds
         engine = node.gradient_engine
@@ -339,7 +339,7 @@ class WorkerProcess(RunProcess):
         await self._work()
         await self._finish()
 
-    async def _join(self, *, newcomer: bool, resumed: bool, steps: int) -> None:
+    async def _join(self, *, newcomer: bool, resumed: bool, steps: int | None) -> None:
         """Join the others, unless this worker goes on from a checkpoint."""
         worker = self.worker
         if not resumed:

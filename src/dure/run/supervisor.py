@@ -198,8 +198,13 @@ class Supervisor:
 
     @property
     def has_model(self) -> bool:
-        """Whether a server or a living worker has the model of the run. A worker that only starts has none yet."""
-        return bool(self.roster.servers or self.roster.working())
+        """Whether a server or a worker has the model of the run. A worker that only starts has none yet.
+
+        In gossip a newcomer can copy that of a worker at its end.
+        """
+        roster = self.roster
+        at_end = roster.finished.keys() & roster.present if self.setup.topology.graph is not None else set()
+        return bool(roster.servers or roster.working() or at_end)
 
     def _give_up_newcomers(self) -> None:
         """Start no worker again, and kill those that start: they would begin with the initial model."""

@@ -292,8 +292,8 @@ class VirtualSegment:
 
     def _start_worker(self, rank: int, parts: Parts | None, *, newcomer: bool = False) -> None:
         node = self.runtime.nodes[f"worker {rank}"]
-        steps = self.attendance.steps.get(rank, 0) if newcomer else 0
-        worker = build_worker(self.setup, node, rank, node.meter, start=self.companions.start, steps=steps)
+        steps = self.attendance.steps.get(rank) if newcomer else None
+        worker = build_worker(self.setup, node, rank, node.meter, start=self.companions.start, steps=steps or 0)
         self.setup.of_worker(rank).topology.attach(worker, self.shards)
         worker.boundary = self._boundary
         worker.on_step, worker.on_abort, worker.on_boundary = self._callbacks
@@ -315,7 +315,7 @@ class VirtualSegment:
 
     # ---- work of a worker
 
-    async def _role(self, worker: WorkerState, steps: int, *, join: bool, newcomer: bool) -> None:
+    async def _role(self, worker: WorkerState, steps: int | None, *, join: bool, newcomer: bool) -> None:
         if join:
             await lifecycle.join(worker, newcomer=newcomer, period=self.setup.period, steps=steps)
         await work_through(self.setup.sync, worker, self.setup.period)

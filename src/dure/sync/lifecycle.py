@@ -15,16 +15,17 @@ if TYPE_CHECKING:
     from dure.sync.worker_state import WorkerState
 
 
-async def join(worker: WorkerState, *, newcomer: bool, period: int = 1, steps: int = 0) -> None:
+async def join(worker: WorkerState, *, newcomer: bool, period: int = 1, steps: int | None = None) -> None:
     """Enter the servers' clock, each tick of which is `period` mini-batches, and the neighbors of a gossip.
 
     A newcomer begins at the clock of the last synchronization if the other workers sent it with their figures;
     otherwise at the clock of the slowest worker, and in gossip at the clock of a neighbor. Where no worker waits for
-    another, it goes on after the `steps` of the worker that it replaces.
+    another, it goes on after the `steps` of the worker that it replaces, if it replaces one.
     """
     sessions = worker.sessions
     if sessions.peer is not None and newcomer:
-        worker.clock = worker.joined_at = worker.given = await sessions.peer.join() or 0
+        clock = await sessions.peer.join() or 0
+        worker.clock = worker.joined_at = worker.given = clock if steps is None else steps
     if sessions.server is None:
         return
     joined = await sessions.server.join()
@@ -34,7 +35,7 @@ async def join(worker: WorkerState, *, newcomer: bool, period: int = 1, steps: i
     ends_alone = (
         worker.boundary.alone and not worker.stats
     )  # no worker has ended yet, so this one works like the others
-    begun = steps if ends_alone or joined.clock is None else joined.clock * period
+    begun = (steps or 0) if ends_alone or joined.clock is None else joined.clock * period
     synchronized = min((stats["clock"] for stats in worker.stats), default=begun)
     worker.clock = worker.joined_at = worker.given = int(synchronized)
     if ends_alone:
