@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 
 import pytest
@@ -81,11 +82,16 @@ def test_an_average_is_made_again_without_a_worker_that_ends(strategy, seed, tmp
 @pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(2, 25))])
 def test_a_worker_that_joins_again_gets_the_state_of_another_in_its_round(strategy, seed, tmp_path, fork_server):
     kills = Kills(3, seed, burst=2, again=True)
-    trial, outcome = run(tmp_path, fork_server, kills, strategy=strategy, steps=2 * STEPS)
+    trial, outcome = run(tmp_path, fork_server, kills, strategy=strategy, steps=2 * STEPS, eval_every=7)
     generations = check_survivors(trial, outcome, kills, 2 * STEPS)
     found = next(iter(trial.driver.results.delivered.values())).values
     assert torch.equal(found, reference_of_rounds(trial, generations, 2 * STEPS, tmp_path))
     assert any(each["copies"] for each in generations)
+    updates = [row["updates"] for row in outcome.history]
+    of_a_round = 4 * 5  # those of failed workers in their last round are gone
+    assert all(after >= before - of_a_round for before, after in itertools.pairwise(updates))
+    steps = [row["step"] for row in outcome.history]
+    assert steps == sorted(set(steps))
 
 
 @pytest.mark.long

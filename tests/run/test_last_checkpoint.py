@@ -64,6 +64,26 @@ def test_sigterm_leaves_a_checkpoint_of_all_processes(strategy, fork_server, tmp
     assert not trial.setup.lockstep or clocks == {left.step}
 
 
+def test_sigterm_while_a_worker_is_started_again_leaves_a_checkpoint(fork_server, tmp_path, caplog):
+    """That worker listens at no address yet, so it cannot be asked to stop."""
+
+    class KillFirst(Terminate):
+        def __call__(self, trial):
+            roster = trial.driver.roster
+            if all(trial.driver.steps(name) >= self.after for name in roster.workers) and not roster.failed:
+                trial.kill("worker 1")
+            if not self.at and roster.incarnations["worker 1"] and "worker 1" not in roster.ready:
+                self.at = time.monotonic()
+                signal.raise_signal(signal.SIGTERM)
+
+    _, seconds = interrupted(fork_server, "bsp", KillFirst(), out=tmp_path, replace=True)
+    assert seconds < 10
+    assert "no checkpoint" not in caplog.text
+    left = checkpoint.load(tmp_path / "checkpoints")
+    assert left.parts.keys() >= {"run", "worker-0"}
+    assert left.parts["worker-0"].plain["clock"] == left.step < FAR
+
+
 @pytest.mark.long
 @pytest.mark.alone  # a busy machine needs more steps to agree on one to stop at
 def test_a_run_that_is_resumed_after_sigterm_ends_as_if_undisturbed(fork_server, tmp_path):

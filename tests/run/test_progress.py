@@ -51,12 +51,13 @@ def test_a_living_worker_that_has_reported_nothing_is_at_step_0(progress):
     assert progress.lowest() == 0
 
 
-def test_the_steps_of_a_lost_worker_are_counted_once(progress):
+def test_the_steps_and_bytes_of_a_lost_worker_are_counted_once(progress):
     before = progress.samples()
     progress.count_lost("worker 1")
     progress.count_lost("worker 1")
     assert progress.samples() == before
-    assert progress.totals.per_worker["worker 1"] == {"steps": 9}
+    assert progress.bytes_sent() == 190
+    assert progress.totals.per_worker["worker 1"] == {"steps": 9, "bytes_sent": 90}
 
 
 def test_what_finished_workers_report_is_in_the_totals(progress, roster):

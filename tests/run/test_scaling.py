@@ -19,6 +19,7 @@ from support.wording import raising
 from dure.errors import DureError, UsageError
 from dure.run import scaling
 from dure.run.config import TrainConfig
+from dure.run.prebuilt import Callbacks
 from dure.run.resolve import resolve
 from dure.run.scaling import REQUEST, STATE, ask, scale_of
 from dure.runtime.launch.interruption import Interruption
@@ -79,13 +80,13 @@ def processors(number):
 
 @pytest.fixture
 def elastic(tmp_path, fork_server):
-    def run(strategy, plan, **options):
+    def run(strategy, plan, callbacks=None, **options):
         out, data = tmp_path / "run", tmp_path / "data"
         out.mkdir()
         data.mkdir()
         trial = Trial(configured("notes_samples", strategy, data=data, out=out, **RANGE | options))
         with processors(2):
-            return trial, trial.run(plan, fork_server=fork_server), used(data)
+            return trial, trial.run(plan, fork_server=fork_server, callbacks=callbacks), used(data)
 
     return run
 
@@ -106,8 +107,13 @@ def test_workers_come_and_go_and_each_sample_of_an_epoch_is_used_once(strategy, 
         (working(5, 400), lambda trial: ask_without_waiting(trial.config.out, 3)),
         (working(3, 700), lambda trial: None),
     )
-    trial, outcome, samples = elastic(strategy, plan)
+    shown = []
+    callbacks = Callbacks(progress=lambda step, steps, loss, samples: shown.append((step, steps)))
+    trial, outcome, samples = elastic(strategy, plan, callbacks=callbacks)
     assert not plan.acts
+    assert shown == sorted(shown), "a worker that begins has set back the progress of the run"
+    assert shown[-1][0] <= shown[-1][1] == trial.setup.steps
+    assert trial.setup.synchronous or outcome.history[-1]["step"] == trial.setup.steps
     two, five, three = plan.pids
     assert len(five) == 5
     assert two.items() <= five.items()

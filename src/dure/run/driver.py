@@ -162,6 +162,7 @@ class Driver(DriverService):
         found = Generations(self.node, self.roster, self.commands, self.checkpoints)
         self.node.serve(GENERATIONS.service, found)
         self.checkpoints.may_stop = found.runs
+        self.history.gradients = found.gradients
         return found
 
     def _scaling(self) -> Scaling | None:
@@ -231,7 +232,7 @@ class Driver(DriverService):
         self.roster.evicted.pop(call.caller, None)
         self.progress.report(call.caller, call.fields)
         self.history.evaluate_means()
-        steps, loss = call.fields["steps"], call.fields["loss"]
+        steps, loss = self._step(call.fields["steps"]), call.fields["loss"]
         if self.setup.reports(NodeId.of(call.caller).rank):
             self.callbacks.progress(steps, self.setup.steps, loss, self.progress.samples())
         return Reply()
@@ -241,14 +242,14 @@ class Driver(DriverService):
     def _snapshot(self, call: Call) -> Reply:
         return self.history.snapshot(call, self._missing(call.fields["steps"]))
 
-    @remote(WORKERS, steps=COUNT, updates=COUNT, at_servers=COUNT, at=COUNT)
+    @remote(WORKERS, steps=COUNT, updates=COUNT, refused=COUNT, at_servers=COUNT, at=COUNT)
     @carrying(lambda driver: driver.model)
     def part(self, call: Call) -> Reply:
         return self.history.part(call)
 
     @remote(WORKERS)
     def _slowest(self, call: Call) -> Reply:
-        return Reply({"steps": self.progress.lowest()})
+        return Reply({"steps": self._step(self.progress.lowest())})
 
     @remote(WORKERS, spans=listed(row(TEXT, one_of(*SPAN_KINDS), FINITE, FINITE, TEXT)))
     def _spans(self, call: Call) -> Reply:
@@ -307,6 +308,11 @@ class Driver(DriverService):
     def _is_work_left(self, steps: int) -> bool:
         """Whether work is left for a worker that has made so many steps."""
         return bool(self.leases.left) if self.scaling is not None else steps < self.setup.steps
+
+    def _step(self, steps: int) -> int:
+        """The step of the run where a worker has made `steps`; in an elastic run, by the mini-batches of all."""
+        elastic = self.setup.config.elastic
+        return steps if elastic is None else self.leases.used // elastic.least
 
     def _missing(self, step: int) -> int:
         """The gradients that are not in the model after `step`, as their workers were away."""
@@ -482,6 +488,7 @@ class Driver(DriverService):
         step, of_failed = min(report["steps"] for report in finished.values()), 0
         if self.generations is not None:
             of_failed = self.generations.gradients(step) - sum(report["done"] for report in finished.values())
+        step = step if self.setup.synchronous else self._step(step)
         values, updates = await self.results.collect(progress.totals, of_failed)
         progress.count_refused()
         await self._collect_figures()

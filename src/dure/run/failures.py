@@ -331,7 +331,7 @@ class FailureTracker:
                 ended = name in self._launcher.exited or name in self.reasons
                 is_gone = "is gone" if ended else "cannot be reached"
                 loss = {SERVER: f"its part of the model {is_gone}", REPLAY: "its transitions are gone"}.get(
-                    kind, "its model is gone" if alone else f"{self._strategy} needs all workers"
+                    kind, "its model is gone" if alone else self._need(name)
                 )
                 raise DureError(f"{name} failed: {self.cause(name)}; {loss}{again}.{self._advice(name)}")
         if workers and not replaced and all(name in self._failed for name in workers):
@@ -352,6 +352,12 @@ class FailureTracker:
         if self._deployment[name].when_lost is WhenLost.RE_FORM:
             return self._launcher.exited.get(name, 0) > 0
         return self._deployment[name].when_lost is not WhenLost.GO_ON
+
+    def _need(self, name: str) -> str:
+        """Why the others do not go on without a worker."""
+        if self._deployment[name].when_lost is WhenLost.RE_FORM:
+            return "a worker that exits with an error would do so in any group"
+        return f"{self._strategy} needs all workers"
 
     def cause(self, name: str) -> str:
         """The cause of a failure in words, as far as it is known."""

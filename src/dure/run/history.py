@@ -156,8 +156,13 @@ class History(ABC):
         """Evaluate the means of all steps that every worker has made."""
         if self._gathering:
             for found in self._gathering.complete(self._counts.slowest()):
-                updates = found.updates + self._at_servers.pop(found.step)
-                self.evaluate_now(found.step, updates, found.values, found.buffers)
+                updates = found.updates + self._in_all_parts(found.step)
+                if found.step > self._last_step:  # else a message was late: a later model has its row already
+                    self.evaluate_now(found.step, updates, found.values, found.buffers)
+
+    def _in_all_parts(self, step: int) -> int:
+        """The number of gradients that all parts of a step have in common."""
+        return self._at_servers.pop(step)
 
     def evaluate_now(self, step: int, updates: int, values: torch.Tensor, buffers: torch.Tensor | None = None) -> None:
         """Evaluate a model of this moment, after `step`, with `updates` gradients in it."""
@@ -198,7 +203,11 @@ class History(ABC):
 
 
 class DriverHistory(History):
-    """The history of a real run, from the messages of its workers. The snapshots of `evaluating_worker` count."""
+    """The history of a real run, from the messages of its workers. The snapshots of `evaluating_worker` count.
+
+    `gradients` gives the number of gradients in the model after a step, where a group is formed again: members that
+    have failed, or that began with a copy of another's model, do not report them.
+    """
 
     def __init__(
         self,
@@ -211,6 +220,7 @@ class DriverHistory(History):
         super().__init__(setup, callbacks, RunCounts(now, progress.samples, progress.bytes_sent, progress.lowest), more)
         self.spans: list[Span] = []
         self.evaluating_worker = ""
+        self.gradients: Callable[[int], int] | None = None
         self.evaluator = SnapshotEvaluator(setup, self.add, callbacks)
         self._progress = progress
 
@@ -231,11 +241,16 @@ class DriverHistory(History):
         fields, (values, *buffers) = call.fields, call.tensors
         step, rank = fields["steps"], NodeId.of(call.caller).rank
         if step > self._last_step:
-            counts = {"updates": fields["updates"], "at_servers": fields["at_servers"]}
+            updates = fields["updates"] if self.gradients is None else -fields["refused"]
+            counts = {"updates": updates, "at_servers": fields["at_servers"]}
             self.add_part(rank, step, values, buffers[0] if buffers else None, **counts)
         self._progress.at[call.caller] = fields["at"]
         self.evaluate_means()
         return Reply()
+
+    def _in_all_parts(self, step: int) -> int:
+        held = super()._in_all_parts(step)
+        return held if self.gradients is None else self.gradients(step)
 
     def add_spans(self, call: Call) -> Reply:
         self.spans.extend(Span(*span) for span in call.fields["spans"])

@@ -60,6 +60,11 @@ class Leases:
         return sum(stop - start for start, stop in (*self._free, *self._held.values()))
 
     @property
+    def used(self) -> int:
+        """The mini-batches that are reported as used."""
+        return self.total - self.left
+
+    @property
     def free(self) -> int:
         """The mini-batches that no worker holds."""
         return sum(stop - start for start, stop in self._free)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from dure.core.deployment import SERVER, WORKER, NodeId, WhenLost, by_rank
 from dure.core.node import Address
 from dure.core.protocol import RemoteService
-from dure.errors import DureError, Refused, RemoteError
+from dure.errors import DureError, PeerLost, Refused, RemoteError
 from dure.report.metrics import VersionCounts
 from dure.run.outcome import Totals
 from dure.run.setup import companions_of
@@ -201,10 +201,14 @@ class Commands:
         self._node.spawn(work, f"telling {worker} that generation {generation} is over")
 
     async def stop_at(self, step: int) -> None:
-        """Have all workers stop for a checkpoint at one clock. Raises `Refused` if one has passed it."""
+        """Have all workers stop for a checkpoint at one clock. Raises `Refused` if one has passed it.
+
+        A worker that only starts gets that clock when it begins.
+        """
         asked = [self.call(name, "stop_at", step=step) for name in self._roster.working()]
         for answer in asked:
-            await answer
+            with suppress(PeerLost):  # it has failed
+                await answer
 
     async def settle(self) -> None:
         """Have the clocks close the group that the last worker left open."""
@@ -294,7 +298,8 @@ class RunProgress:
         return self.totals.counts["samples"] + running
 
     def bytes_sent(self) -> int:
-        return sum(int(report["bytes"]) for report in self.reports.values())
+        """Bytes that all workers have sent so far."""
+        return self.totals.counts["bytes_sent"] + sum(int(report["bytes"]) for report in self.reports.values())
 
     def highest(self) -> int:
         """The highest step that a worker has reported."""
@@ -306,9 +311,11 @@ class RunProgress:
         return min([*living, *(int(report["steps"]) for report in self._roster.finished.values())], default=0)
 
     def count_lost(self, name: str) -> None:
-        """Count the steps that a failed or evicted worker has last reported."""
-        steps = int(self.reports.pop(name, {"done": 0})["done"])
-        self.totals.count("per_worker", name, steps=steps)
+        """Count the steps and the bytes that a failed or evicted worker has last reported."""
+        report = self.reports.pop(name, {"done": 0, "bytes": 0})
+        steps, nbytes = int(report["done"]), int(report["bytes"])
+        self.totals.count("per_worker", name, steps=steps, bytes_sent=nbytes)
+        self.totals.counts["bytes_sent"] += nbytes
         self.totals.counts["samples"] += steps * self._batch_size(name)
 
     def count_finished(self) -> None:

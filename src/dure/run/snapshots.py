@@ -228,22 +228,23 @@ class Snapshots:
         own = self.setup.delivery.gradients_of_part(worker)
         at_servers = worker.server.gradients_held() if worker.over_servers else 0
         values, buffers, step = self.setup.delivery.shown(worker).clone(), _copied(worker.buffers), worker.clock
-        work = self._sending_part(values, buffers, step, own, at_servers)
+        counts = {"steps": step, "updates": own, "refused": worker.refusals.total}
+        work = self._sending_part(values, buffers, counts, at_servers)
         self._parts[step] = self.node.spawn(work, f"a part of step {step} of {self.node.name}")
 
     async def _sending_part(
         self,
         values: torch.Tensor,
         buffers: list[torch.Tensor],
-        step: int,
-        own: int,
+        counts: dict[str, int],
         at_servers: int | Sequence[Operation[Reply]],
     ) -> None:
+        step = counts["steps"]
         with suppress(RemoteError):
             held = await _counted(at_servers)
             del self._parts[step]  # `at` now counts this step: the part is sent before any later report of `at`
-            fields: dict[str, Any] = {"steps": step, "updates": own, "at_servers": held, "at": self.at}
-            await self.node.call(DRIVER_ADDRESS, "part", values, *buffers, **fields)
+            said: dict[str, Any] = counts | {"at_servers": held, "at": self.at}
+            await self.node.call(DRIVER_ADDRESS, "part", values, *buffers, **said)
         self._parts.pop(step, None)
 
     def _take_of_others(self, worker: WorkerState) -> None:
