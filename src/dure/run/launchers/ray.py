@@ -4,6 +4,7 @@
       reserve: a bundle for each place      ───>    the machine of each bundle
       an actor for each node                ───>    RayHost: a fork server, and the process of the node
       load, start, signal, look             ───>      (`runtime.launch.ray_host`)
+      heartbeats                            <───    the process of the node
       the wire: tensors, registration, ...  <──>    the process of the node
 
 Ray chooses machines, starts actors and reports their end. Tensors, checkpoints, restarts and the failures of processes
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
@@ -38,8 +39,10 @@ from dure.run.reservation import Reservation, reservations
 from dure.runtime.heartbeat import BeatPipe, Silence, put
 from dure.runtime.launch import relay
 from dure.runtime.launch.interruption import Interruption
+from dure.runtime.launch.monitor import BeatReceiver
 from dure.runtime.launch.ray_cluster import check_hosts, connected
 from dure.runtime.launch.ray_host import RayHost
+from dure.runtime.wire import Credentials
 
 if TYPE_CHECKING:
     from dure.report.run import Run
@@ -130,7 +133,8 @@ class RayLauncher:
         self._config = setup.config
         self._setup: dict[str, Any] = {}
         self._last_lines: dict[str, str] = {}
-        self._numbers: dict[str, int] = {}
+        self._receiver: BeatReceiver | None = None
+        self._credentials: Mapping[str, Any] = {}
         self._coming = Silence()
         self._leaving: dict[Any, Any] = {}
         self._hosts = _hosts_of(setup)
@@ -219,9 +223,23 @@ class RayLauncher:
         host = self._hosts[name]
         host.number += 1
         host.pid = None
-        host.starting = arguments
-        _, self._numbers[name], _ = arguments["heartbeat"]
-        self._start(host, arguments)
+        _, *counted = arguments["heartbeat"]
+        host.starting = {**arguments, "heartbeat": [self._receives(arguments["credentials"]), *counted]}
+        self._start(host, host.starting)
+
+    def _receives(self, credentials: Mapping[str, Any]) -> Sequence[Any]:
+        """The address for heartbeats of processes with the `credentials`. Each driver has its own."""
+        if self._receiver is None or credentials != self._credentials:
+            self._close_receiver()
+            self._credentials = credentials
+            address, beat = self.interface or "127.0.0.1", partial(put, self.beats.sink)
+            self._receiver = BeatReceiver(address, Credentials.of(credentials), beat)
+        return self._receiver.address
+
+    def _close_receiver(self) -> None:
+        if self._receiver is not None:
+            self._receiver.close()
+        self._receiver = None
 
     def _start(self, host: _Host, arguments: Mapping[str, Any]) -> None:
         self.exited.pop(host.name, None)
@@ -259,6 +277,8 @@ class RayLauncher:
     def look(self) -> None:
         """Take the news of all actors that have some, and ask again."""
         self._coming.pass_time()
+        if self._receiver is not None:
+            self._receiver.poll()
         for host in self._hosts.values():
             if host.handle is not None:
                 self._look_at(host)
@@ -278,6 +298,7 @@ class RayLauncher:
         for call in [*self._leaving]:
             self._end(call)
         self._ray.util.remove_placement_group(self._group)
+        self._close_receiver()
         self.beats.close()
 
     def _release(self, host: _Host) -> None:
@@ -329,8 +350,6 @@ class RayLauncher:
         host.pid = news["pid"]
         if host.pid is not None:
             host.starting = None
-        for clock, waiting in news["beats"]:
-            put(self.beats.sink, self._numbers[host.name], clock, waiting)
         if news["status"] is not None:
             self._last_lines[host.name] = news["last_line"]
             self.exited[host.name] = news["status"]

@@ -149,9 +149,9 @@ class ForkServer:
             raise self._ended()
 
     @property
-    def sources(self) -> tuple[int, int]:
-        """Descriptors that can be read when `look` or `beats` has something new."""
-        return self._answers, self.beats.source
+    def source(self) -> int:
+        """The descriptor that can be read when `look` has something new."""
+        return self._answers
 
     @property
     def status(self) -> int | None:

@@ -93,6 +93,48 @@ class HeartbeatCaller:
             self._heard(answer.fields)
 
 
+class BeatReceiver:
+    """Receives the heartbeats of processes of any machine at `address`, and passes them on to `beat`.
+
+    It has no thread: `poll` receives what has come.
+    """
+
+    protocol: ClassVar[Mapping[str, Method]] = {
+        "beat": Method(NODES, {"number": COUNT, "clock": COUNT, "waiting": TRUTH})
+    }
+
+    def __init__(self, interface: str, credentials: Credentials, beat: Callable[[int, int, bool], None]) -> None:
+        self._beat = beat
+        self._wire = Wire(Identity(JOB, RANK_0), self, credentials=credentials)
+        self.address = (interface, self._wire.listen(interface))
+
+    def poll(self) -> None:
+        self._wire.poll(0)
+
+    def close(self) -> None:
+        self._wire.close(0)
+
+    def admit(self, caller: Identity) -> str | None:
+        return None
+
+    def expects(self, service: str, method: str) -> Sequence[TensorSpec]:
+        if service != JOB or method not in self.protocol:
+            raise Refused(f"the driver takes heartbeats here, and was asked for {method!r} of {service!r}.")
+        return ()
+
+    def request(self, service: str, call: Call, respond: Respond) -> None:
+        try:
+            check(service, self.protocol[call.method], call)
+        except Refused as error:
+            respond(error)
+            return
+        self._beat(call.fields["number"], call.fields["clock"], call.fields["waiting"])
+        respond(Reply({"reason": ""}))
+
+    def lost(self, loss: Loss) -> None:
+        """A process connects again with its next heartbeat."""
+
+
 class RankMonitor:
     """Exchanges heartbeats with the other ranks of `rendezvous`, until `close`. All ranks make one at the same time.
 

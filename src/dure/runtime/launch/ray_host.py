@@ -4,7 +4,7 @@
       load(set-up) ──────────────────────────>  load ────────────────────────>  loads the job once
       start(number, name, arguments) ────────>  start ───────────────────────>  forks the process
       look() ────────────────────────────────>  waits for something new
-        <── exit, pid, heartbeats, output ────
+        <── exit, pid, output ────────────────
 
 The fork server ends when the actor ends in any way, and its process with it (`fork_server`). Ray ends the actor after
 the end of the driver or of the machine's raylet. Values that reach the actor are arguments of calls: the constructor
@@ -30,7 +30,7 @@ WAIT_SECONDS = 0.5
 
 
 class RayHost:
-    """Starts one process at a time, and reports its exit, its heartbeats and its output."""
+    """Starts one process at a time, and reports its exit and its output."""
 
     def __init__(self, folder: str) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, [])  # Ray blocks SIGINT, and processes inherit that
@@ -59,17 +59,11 @@ class RayHost:
             self._fork_server.load(setup)
 
     def start(self, number: int, name: str, arguments: Mapping[str, Any], *, loopback: bool) -> None:
-        """Start incarnation `number` of the process `name`, which listens at the loopback or at the machine's address.
-
-        Its heartbeats go to this actor.
-        """
-        *_, period = arguments["heartbeat"]
+        """Start incarnation `number` of the process `name`, which listens at the loopback or the machine's address."""
         with self._lock, suppress(DureError):  # the fork server has ended, which `look` reports
-            beats = self._fork_server.beats
             self._number, self._name = number, name
-            heartbeat = [beats.sink, beats.admit(name), period]
             interface = "127.0.0.1" if loopback else self._place["address"]
-            self._fork_server.start(name, **{**arguments, "heartbeat": heartbeat, "interface": interface})
+            self._fork_server.start(name, **{**arguments, "interface": interface})
 
     def signal(self, number: int) -> None:
         """Send a signal to the process."""
@@ -85,7 +79,7 @@ class RayHost:
     def look(self) -> dict[str, Any]:
         """Wait for something new, and return it with the number of the incarnation to which it belongs."""
         with suppress(OSError, ValueError):  # `close` has closed the descriptors meanwhile
-            select.select([*self._fork_server.sources, self._output], [], [], WAIT_SECONDS)
+            select.select([self._fork_server.source, self._output], [], [], WAIT_SECONDS)
         with self._lock:
             return self._news() if self._open else {}
 
@@ -102,14 +96,12 @@ class RayHost:
             fork_server.look()
         except DureError as error:
             status, last_line = fork_server.status, str(error)
-        beats = [[beat.clock, beat.waiting] for beat in fork_server.beats.received()]
         return {
             "number": self._number,
             "place": self._place,
             "pid": fork_server.pids.get(name),
             "status": fork_server.exited.get(name) if status is None else status,
             "last_line": last_line or fork_server.last_line(name),
-            "beats": beats[-1:],
             "output": self._read(),
             "usable": status is None,
         }
