@@ -6,11 +6,15 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from pathlib import Path
 
 import pytest
+
+from dure.runtime.launch import ray_guard
+from dure_studies import namespaces
 
 pytest.importorskip("ray")
 
@@ -20,6 +24,8 @@ MARK = "DURE_TEST_MARK"
 """Environment variable by which the processes of a run are found, those of Ray too."""
 
 JOBS = Path(__file__).parents[1] / "support" / "faulty_jobs.py"
+
+RAY = Path(sys.executable).with_name("ray")
 
 SECONDS = 280
 """Time limit of one run."""
@@ -61,19 +67,6 @@ def left_after(mark, seconds):
     return found
 
 
-def test_the_others_go_on_after_a_worker_of_ssp_has_crashed(mark, tmp_path):
-    options = ["--strategy", "ssp ps:shards=2", "--workers", "3", "--steps", "60", "--data", str(tmp_path), "--json"]
-    run = command(mark, f"{JOBS}:one_crashes", *options, "--on", "ray")
-    out, said = run.communicate(timeout=SECONDS)
-    assert run.returncode == 0, said
-    found = json.loads(out)
-    (death,) = found["deaths"].items()
-    assert "signal 11" in death[1]
-    steps = {name: each["steps"] for name, each in found["per_worker"].items()}
-    assert all(steps[name] == 60 for name in steps if name != death[0])
-    assert left_after(mark, 10) == []
-
-
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130)])
 def test_no_process_outlives_the_driver(number, status, mark, tmp_path):
     """Each of the two workers writes a file when it trains."""
@@ -104,3 +97,42 @@ def test_an_address_that_does_not_answer_is_an_error_within_seconds(mark):
             each.close()
     assert run.returncode == 1
     assert f"nothing answers at ray:127.0.0.1:{address[1]}" in said
+
+
+@pytest.mark.skipif(bool(namespaces.missing()), reason=namespaces.missing())
+def test_a_cluster_of_two_hosts_without_tokens_needs_insecure_and_survives_a_link_that_is_down(tmp_path):
+    """The steps take 2 ms. The link is down once the first rows of the history are there."""
+    environ = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
+    environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    job = [f"{JOBS}:waits_now_and_then", "--strategy", "downpour ps", "--workers", "2", "--steps", "3000", "--json"]
+    rows, folder = tmp_path / "run" / "history.jsonl", tempfile.mkdtemp(prefix="dure-ray-test-")
+    with namespaces.hosts(2, bandwidth=125e6) as hosts:
+        address = f"{hosts.addresses[0]}:6379"
+        run = [sys.executable, "-m", "dure", "train", *job, "--eval-every", "20", "--on", f"ray:{address}"]
+        start = [str(RAY), "start", "--num-cpus", "1", "--object-store-memory", str(80 << 20)]
+        roles = [["--head", "--port", "6379", "--temp-dir", folder, "--include-dashboard", "false"]]
+        roles.append(["--address", address])
+        try:
+            for host, role in enumerate(roles):
+                words = [*start, *role, "--node-ip-address", hosts.addresses[host]]
+                subprocess.run(hosts._command(host, 1, words, environ), check=True, timeout=SECONDS)
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+            refused = subprocess.run(hosts._command(0, 1, run, environ), **pipes, timeout=SECONDS)
+            assert refused.returncode == 2
+            assert "the Ray of 2 machines asks for no token on" in refused.stderr
+            run += ["--insecure", "--out", str(rows.parent)]
+            trained = subprocess.Popen(hosts._command(0, 1, run, environ), **pipes)
+            while trained.poll() is None and not (rows.exists() and rows.read_text().count("\n") > 2):
+                time.sleep(0.1)
+            namespaces._ip(hosts.names[1], "link set eth0 down")
+            time.sleep(5)
+            namespaces._ip(hosts.names[1], "link set eth0 up")
+            out, said = trained.communicate(timeout=SECONDS)
+            assert trained.returncode == 0, said
+        finally:
+            for name in hosts.names:
+                namespaces._end_all(name)
+            ray_guard.clean(folder)
+    found = json.loads(out.splitlines()[-1])
+    assert found["updates_applied"] == 6000
+    assert found["evicted"] == found["deaths"] == {}

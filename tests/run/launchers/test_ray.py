@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -69,7 +70,11 @@ def test_runs_on_two_nodes_have_the_models_of_local_runs(cluster, tmp_path):
     """The command connects to Ray for each run anew."""
     options = ["--strategy", "bsp", "--strategy", "bsp ps:shards=2", "--on", "local", "--on", "ray:auto"]
     options += ["--report", str(tmp_path / "report.html")]
+    token = Path(cluster[1]["RAY_AUTH_TOKEN_PATH"])
+    token.chmod(0o644)
     done = dure("compare", "digits-mlp", *options, *OPTIONS, environ=cluster[1])
+    token.chmod(0o600)
+    assert f"others can read the token of Ray: chmod 600 {token}" in done.stderr
     runs = json.loads(done.stdout.splitlines()[-1])["runs"]
     assert [run["on"] for run in runs] == ["local", "local", "ray:auto", "ray:auto"]
     assert [run["params_sha256"] for run in runs[2:]] == [run["params_sha256"] for run in runs[:2]]
@@ -166,6 +171,17 @@ def test_an_address_where_nothing_listens_is_an_error():
     assert done.returncode == 1
     assert "nothing answers at ray:127.0.0.1:" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(find_spec("pandas") is None, reason="needs Ray Train: pip install -c constraints.txt 'ray[train]'")
+def test_a_loop_in_ray_train_is_attached_unchanged(tmp_path):
+    """The example starts a Ray of its own, which writes its token to the home of the user."""
+    example = Path(__file__).parents[3] / "examples" / "ray_train.py"
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, example], env=environ, capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 0, done.stderr
+    found = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
+    assert found == {"bsp": "2 workers learned", "ssp:bound=3": "2 workers learned"}
 
 
 def test_processes_of_a_machine_that_fails_are_started_on_another(made):
