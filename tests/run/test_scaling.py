@@ -230,11 +230,12 @@ def test_a_folder_without_an_elastic_run_is_refused(tmp_path):
         ask(tmp_path, 3, Interruption())
 
 
-def test_a_driver_that_is_gone_is_said(tmp_path, monkeypatch):
+@pytest.mark.parametrize("workers", [2, 3])
+def test_a_driver_that_is_gone_is_said(workers, tmp_path, monkeypatch):
     monkeypatch.setattr(scaling, "ANSWER_SECONDS", 0.3)
     (tmp_path / STATE).write_text(json.dumps({"least": 2, "most": 5, "target": 2, "run": []}))
     with raising(DureError, "no driver"):
-        ask(tmp_path, 3, Interruption())
+        ask(tmp_path, workers, Interruption())
     assert os.listdir(tmp_path) == [STATE]
 
 

@@ -214,9 +214,11 @@ def ask(folder: Path, workers: int, interruption: Interruption) -> RunSize:
     WorkerRange(size.least, size.most).beginning(workers)
     with replacing(folder / REQUEST) as file:
         json.dump({"workers": workers}, file)
-    if interruption.until(lambda: scale_of(folder).target == workers, ANSWER_SECONDS):
+    request = folder / REQUEST
+    # A driver that is gone may have left the same number: only one that runs removes the request.
+    if interruption.until(lambda: not request.exists() and scale_of(folder).target == workers, ANSWER_SECONDS):
         return scale_of(folder)
-    (folder / REQUEST).unlink(missing_ok=True)
+    request.unlink(missing_ok=True)
     raise DureError(
         f"no driver has answered in {folder} for {ANSWER_SECONDS:g} s: its process has ended, or is stopped. Look at "
         "the output of the run."
