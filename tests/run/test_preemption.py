@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from support.wording import raising
 from dure.errors import UsageError
 from dure.run.config import TrainConfig
 from dure.run.failures import LIMIT
+from dure.run.process import PROGRESS_SECONDS
 from dure.run.resolve import resolve
 
 STEPS = 300
@@ -24,7 +26,10 @@ SAMPLES = 960
 
 
 class Warned:
-    """Warns worker 1 by `give` after some steps, and takes the warning back by `end` once it has left."""
+    """Warns worker 1 by `give` after some steps, and takes the warning back by `end` once it has left.
+
+    The warning comes between two reports, so that the worker has made steps of which the driver does not know.
+    """
 
     def __init__(self, give, end=lambda: None, after=50):
         self.give, self.end, self.after = give, end, after
@@ -38,7 +43,7 @@ class Warned:
         if self.given_at is None and driver.progress.steps("worker 1") >= self.after:
             self.others = {name: pid for name, pid in running.items() if name != "worker 1"}
             self.given_at = time.monotonic()
-            self.give()
+            threading.Timer(PROGRESS_SECONDS / 2, self.give).start()
         elif self.left_after is None and "worker 1" in driver.roster.failed:
             self.left_after = time.monotonic() - self.given_at
             assert self.others.items() <= running.items()
