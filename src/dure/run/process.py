@@ -312,8 +312,7 @@ class WorkerProcess(RunProcess):
         start = parts["run"].plain["checkpoint"] if parts else 0
         steps = reply.fields["steps"] if self.membership is None else None  # its group brings a newcomer up to date
         self.worker = worker = build_worker(setup, node, node.rank, node.meter, start=start, steps=steps or 0)
-        if worker.over_servers:
-            worker.server.client.return_seconds = self.fault_settings.return_seconds
+        self._expect_others(reply.fields["directory"])
         engine = node.gradient_engine
         mapped = await setup.of_worker(node.rank).topology.map(worker)
         if mapped and engine is not None:
@@ -338,6 +337,14 @@ class WorkerProcess(RunProcess):
         self.next_checkpoint = go.fields["checkpoint"]
         await self._work()
         await self._finish()
+
+    def _expect_others(self, names: Sequence[str]) -> None:
+        """Let the sessions know how long servers may be away, and which workers have joined so far."""
+        worker = self.worker
+        if worker.sessions.peer is not None:
+            worker.sessions.peer.expect(names)
+        if worker.over_servers:
+            worker.server.client.return_seconds = self.fault_settings.return_seconds
 
     async def _join(self, *, newcomer: bool, resumed: bool, steps: int | None) -> None:
         """Join the others, unless this worker goes on from a checkpoint."""

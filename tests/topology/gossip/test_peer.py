@@ -465,6 +465,17 @@ def test_a_newcomer_copies_the_first_neighbor_that_answers():
     assert float(everybody[1].model.params) == 3.0
 
 
+def test_a_newcomer_copies_a_worker_that_has_joined_after_the_start():
+    post, everybody = peers(nx.cycle_graph(4), torch.arange(4, dtype=torch.float64).unsqueeze(1))
+    everybody[1]._away = {2, 3}
+    post.kill("worker 0")
+    everybody[1].expect(["driver", "server 0", "worker 2"])
+    joining = post.spawn(everybody[1].join(), "joining")
+    post.settle()
+    assert joining.result() == everybody[2].model.clock
+    assert float(everybody[1].model.params) == 2.0
+
+
 def test_neighbors_are_drawn_by_seed_rank_and_clock():
     graph = nx.complete_graph(6)
     _, everybody = peers(graph, one_hot(graph))

@@ -170,6 +170,10 @@ class Peer(RemoteService):
         elif self._meet_call is not None and self.model.clock - self._begun >= GIVE_UP_STEPS:
             self._meet_call.cancel()
 
+    def expect(self, names: Collection[str]) -> None:
+        """Count workers as there that were absent at the start of the run, and have joined since then."""
+        self._away.difference_update(rank_of_worker(name) for name in names)
+
     async def join(self) -> int | None:
         """Copy the model of a neighbor, and return its clock; None if no neighbor answers."""
         while neighbors := self._neighbors():
