@@ -16,15 +16,19 @@ from support.real_runs import JOBS, Trial, configured
 from support.wording import raising
 
 from dure.core.regular_file import CHECKPOINTS, LATEST
+from dure.core.state import State
 from dure.errors import UsageError
 from dure.report.record import RunFolder
 from dure.run import checkpoint
+from dure.run.checkpoint_schedule import CheckpointRound
 from dure.run.config import TrainConfig, WorkerRange
 from dure.run.leases import Leases
 from dure.run.resolve import resolve
 from dure.run.resume import resumed
 from dure.run.scaling import REQUEST, STATE
 from dure.run.train import run
+from dure.runtime.process.node import ProcessNode
+from dure.runtime.wire import Credentials, Identity
 
 SAMPLES, EPOCHS, BATCH = 960, 5, 4
 LEAST, MOST, SCALED = 2, 4, 3
@@ -168,6 +172,25 @@ def test_a_server_that_comes_back_alone_keeps_the_leases(losing):
     assert trial.driver.roster.incarnations["server 1"] == 1
     assert used(data) == dict.fromkeys(range(SAMPLES), EPOCHS)
     assert outcome.totals.counts["samples"] == EPOCHS * SAMPLES
+
+
+def test_a_worker_that_is_started_again_before_the_others_have_written_holds_nobody_up(tmp_path):
+    node, working = ProcessNode(Identity("job", "driver"), Credentials.drawn("mac")), {"worker 0", "worker 1"}
+    current = CheckpointRound(node, tmp_path, 10, lambda: working)
+    current.draft.mkdir()
+    for name in sorted(working):
+        current.stopped(name)
+    checkpoint.write_part(current.draft, "worker-1", State())
+    working.remove("worker 1")
+    current.look()
+    working.add("worker 1")  # another process, which waits for the end
+    assert not current.all_written.done
+    current.written("worker 0", None)
+    assert current.all_written.done
+    current._remove_failed()
+    assert not list(current.draft.iterdir()), "the newcomer would go on from the part of the one that has failed"
+    node.wire.close(0.1)
+    node.loop.end()
 
 
 # ---- the last checkpoint, other lengths, other numbers
