@@ -1,9 +1,9 @@
-import contextlib
 import json
 import math
 import os
 import sys
 import threading
+from contextlib import suppress
 
 import pytest
 from support.wording import raising
@@ -33,6 +33,32 @@ def test_what_was_written_is_read(tmp_path):
     assert {"python", "torch", "numpy", "dure"} <= run.versions.keys()
     assert run.history == [row(0), row(10), row(20)]
     assert run.summary() == {"loss": 0.5, "workers": 4}
+
+
+def enter_and_raise(folder, error, *, rows=0):
+    with suppress(UsageError, RuntimeError), folder:
+        folder.write_config({"job": "digits-mlp"}, seed=3)
+        for step in range(rows):
+            folder.append(row(step))
+        raise error
+
+
+def test_a_new_run_that_is_refused_before_its_first_row_leaves_no_folder(tmp_path):
+    enter_and_raise(RunFolder.create(tmp_path / "run"), UsageError("no tokens"))
+    enter_and_raise(RunFolder.numbered(tmp_path, "run"), UsageError("no tokens"))
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_folder_with_more_than_the_start_of_a_run_stays(tmp_path):
+    enter_and_raise(RunFolder.create(tmp_path / "ended"), UsageError("a mistake in the job"), rows=1)
+    enter_and_raise(RunFolder.create(tmp_path / "failed"), RuntimeError("a fault"))
+    other = RunFolder.create(tmp_path / "other")
+    (other.path / "notes.txt").touch()
+    enter_and_raise(other, UsageError("no tokens"))
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["ended", "failed", "other"]
+    assert (tmp_path / "other" / "notes.txt").exists()
+    with pytest.raises(UsageError, match="not empty"):
+        RunFolder.create(tmp_path / "ended")
 
 
 def test_numbers_that_are_not_finite_survive_as_strict_json(tmp_path):
@@ -115,7 +141,7 @@ def test_of_many_runs_that_want_one_folder_one_gets_it(tmp_path):
     def take():
         for number in range(150):
             start.wait()
-            with contextlib.suppress(UsageError):
+            with suppress(UsageError):
                 winners.append(RunFolder.create(tmp_path / f"{number}").path.name)
 
     threads = [threading.Thread(target=take) for _ in range(4)]

@@ -107,7 +107,7 @@ def test_a_worker_that_was_evicted_as_frozen_is_refused_and_joins_again(fork_ser
     assert set(mine) == {0, 1}
 
 
-@pytest.mark.parametrize("strategy", ["averaging", pytest.param("bsp collective:algorithm=ring", marks=SOAK)])
+@pytest.mark.parametrize("strategy", ["one-shot", pytest.param("bsp collective:algorithm=ring", marks=SOAK)])
 def test_a_frozen_rank_of_a_collective_ends_the_run_which_names_it(strategy, fork_server):
     stop = Stop("worker 1")
     with raising(DureError, "worker 1"):

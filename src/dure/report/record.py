@@ -15,6 +15,7 @@ from __future__ import annotations
 import platform
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -90,11 +91,13 @@ CONFIG, HISTORY, SUMMARY, TRACE = "config.json", "history.jsonl", "summary.json"
 class RunFolder:
     """The folder that a run writes: a context manager, made by `create`, `numbered` or `resume`.
 
-    A file that cannot be written, as on a full disk, is noted in `unwritten`, and raises no error.
+    A file that cannot be written, as on a full disk, is noted in `unwritten`, and raises no error. A new run that is
+    refused (`UsageError`) before it has written a row leaves no folder: the same command can be given again.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, is_new: bool = False) -> None:
         self.path = path
+        self._is_new = is_new
         self.unwritten = Unwritten()
         self._history: JsonLines | None = None
 
@@ -117,7 +120,7 @@ class RunFolder:
                 f"the run folder {path} is not empty, and a run never overwrites another. "
                 f"Choose another --out, remove the folder, or resume the run in it."
             )
-        return cls(path)
+        return cls(path, is_new=True)
 
     @classmethod
     def numbered(cls, parent: str | Path, name: str) -> RunFolder:
@@ -132,7 +135,7 @@ class RunFolder:
                 try:
                     path.mkdir()
                     (path / CHECKPOINTS).mkdir()
-                    return cls(path)
+                    return cls(path, is_new=True)
                 except FileExistsError:
                     number += 1
         except OSError as error:
@@ -211,8 +214,13 @@ class RunFolder:
     def __enter__(self) -> RunFolder:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close()
+        if self._is_new and kind is not None and issubclass(kind, UsageError) and not (self.path / HISTORY).exists():
+            with suppress(OSError):  # something else is in it
+                self.checkpoints.rmdir()
+                (self.path / CONFIG).unlink(missing_ok=True)
+                self.path.rmdir()
 
     def _write(self, name: str, value: Mapping[str, Any]) -> None:
         with self.unwritten.tolerated(name), replacing(self.path / name) as file:
