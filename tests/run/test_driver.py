@@ -306,7 +306,7 @@ def test_the_end_of_the_fork_server_ends_the_run_and_its_processes():
 
 @pytest.mark.long
 def test_a_kill_under_collectives_is_exit_status_1():
-    process = command("--sync", "averaging")
+    process = command("--sync", "one-shot")
     time.sleep(0.5)
     family(process, 3)
     victims = [pid for pid in descendants(process.pid) if pid not in children_of(process.pid)]

@@ -290,7 +290,7 @@ def test_updates_of_processes_add_up(mode, fork_server):
 @pytest.mark.long
 @pytest.mark.parametrize("mode", ["racy", "atomic"])
 def test_killed_workers_lose_one_update_each_at_most(mode, fork_server):
-    trial = trial_of("ones", f"hogwild shared:mode={mode}", workers=3, steps=3000)
+    trial = trial_of("ones", f"hogwild shared:mode={mode}", workers=3, steps=3000, replace=False)
     killed: list[str] = []
 
     def act(trial: Trial) -> None:

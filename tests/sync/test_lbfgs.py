@@ -293,7 +293,8 @@ def test_a_killed_process_leaves_no_trace_in_it(fork_server):
     """Real processes: one is killed in the middle of the batch, and started again."""
     job = f"{Path(dyadic_jobs.__file__)}:slow_dyadic"
     strategy = "lbfgs:m=0,iterations=1,search=backtracking,push_every=4 ps:shards=2"
-    trial = Trial(TrainConfig(job=job, strategy=strategy, on="local", workers=3, steps=10_000, eval_every=1000))
+    options = {"workers": 3, "steps": 10_000, "eval_every": 1000, "replace": False}
+    trial = Trial(TrainConfig(job=job, strategy=strategy, on="local", **options))
     done = set()
 
     def act(trial):

@@ -201,8 +201,9 @@ def the_machine(out):
         pid = next(host.pid for host in launcher._hosts.values() if host.place["node"] != here)
         os.kill(raylet(pid), signal.SIGKILL)
 
-    options = {"steps": 400, "workers": 3, "checkpoint_every": 50, "lr": 0.02, "out": out / "run"}
-    return train(Plan((saved(out / "run"), kill)), "digits-mlp", strategy="downpour ps", **options)
+    (out / "pace").write_text("0.1")  # the run must not end before Ray has noticed the loss
+    options = {"steps": 400, "workers": 3, "checkpoint_every": 20, "lr": 0.02, "out": out / "run", "data": out}
+    return train(Plan((saved(out / "run"), kill)), f"{JOBS}:digits_at_a_pace", strategy="downpour ps", **options)
 
 
 if __name__ == "__main__":

@@ -56,6 +56,9 @@ PLACE_SECONDS = 600.0
 NOTICE_SECONDS = 10.0
 """Seconds of that time after which the wait is logged."""
 
+AGAIN_SECONDS = 90.0
+"""Time in which a process gets another actor if its own ends first. Ray notices a silent machine after 67 s."""
+
 CLOSE_SECONDS = 10.0
 """Time limit for the processes to end."""
 
@@ -181,7 +184,6 @@ class RayLauncher:
         )(RayHost)
         host.handle = made.remote(os.getcwd())
         host.up, host.reached, host.looking, host.calls = False, True, None, []
-        self._coming.heard(host.name)
 
     @property
     def places(self) -> list[Mapping[str, Any]]:
@@ -221,6 +223,7 @@ class RayLauncher:
     def start(self, name: str, **arguments: Any) -> None:
         """Start a process in its actor, or in a new one if that has ended."""
         host = self._hosts[name]
+        self._coming.heard(name)
         host.number += 1
         host.pid = None
         _, *counted = arguments["heartbeat"]
@@ -357,11 +360,11 @@ class RayLauncher:
                 self._release(host)
 
     def _ended(self, host: _Host, reason: str) -> None:
-        """Note that an actor has ended. A process that it had not yet started is started in another one, once."""
+        """Note that an actor has ended. A process that it had not yet started is started in another one."""
         self._lost(host, f"its Ray actor has ended: {reason}")
-        starting, host.starting = host.starting, None
-        if starting is not None:
-            self._start(host, starting)
+        # Ray may place that one on the same machine, until it has noticed that the machine is lost.
+        if host.starting is not None and self._coming.seconds(host.name) < AGAIN_SECONDS:
+            self._start(host, host.starting)
 
     def _lost(self, host: _Host, reason: str, status: int = KILLED) -> None:
         """Note that an actor has ended, and its process with it. An actor that Ray cannot reach is ended."""
