@@ -33,7 +33,6 @@ from dure.run.devices import check_form
 from dure.run.places import DEFAULT, LAUNCHERS, check_address, is_real, is_started_outside, takes_address
 from dure.run.reservation import check_device, reservations
 from dure.run.strategy import AXES, Strategy, by_axis
-from dure.runtime.launch.preemption import check_source
 
 if TYPE_CHECKING:
     from dure.job.optimizer import OptimizerSpec
@@ -250,6 +249,8 @@ class RunOptions(Checked):
         if self.device is not None:
             check_form(self.device)
         if self.preemption_notice is not None:
+            from dure.runtime.launch.preemption import check_source  # its client of HTTP takes 14 ms of each start
+
             check_source(self.preemption_notice)
         if self.warn_after is not None and self.warn_after > self.frozen_after:
             raise UsageError(

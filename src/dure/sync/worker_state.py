@@ -133,7 +133,11 @@ class Boundary:
             await worker.sessions.settled()
             await worker.source.settled()
             raise Suspend
-        if self.retiring or not await self._is_left(worker.clock):
+        if self.leased is None:
+            ended = self.steps is not None and worker.clock >= self.steps
+        else:
+            ended = not self.retiring and not await self.leased.is_left()
+        if ended or self.retiring:
             await worker.source.settled()
             raise EndOfWork
         if self.seconds is not None and await self._is_late(worker, self.seconds):
@@ -142,12 +146,6 @@ class Boundary:
             worker.on_boundary(worker)
         if worker.rates is not None:
             worker.lr = worker.rates(self.step(worker.clock))
-
-    async def _is_left(self, clock: int) -> bool:
-        """Whether another step is left."""
-        if self.leased is not None:
-            return await self.leased.is_left()
-        return self.steps is None or clock < self.steps
 
     async def _is_late(self, worker: WorkerState, seconds: float) -> bool:
         """Whether the time is over. In a group it is over for all members once it is for one."""

@@ -274,6 +274,7 @@ class RayLauncher:
         """End all processes of the run; the actors stay ready."""
         for host in self._hosts.values():
             host.number += 1  # what is reported of the earlier ones does not count
+            host.starting = None
             if host.handle is not None:
                 self._call(host, "clear")
 
@@ -386,7 +387,7 @@ def _hosts_of(setup: Setup) -> dict[str, _Host]:
 
 
 def _bundles_of(hosts: Iterable[_Host]) -> list[dict[str, float]]:
-    """What Ray reserves in each bundle."""
+    """The processors and GPUs that Ray reserves in each bundle."""
     found: dict[int, dict[str, float]] = {}
     for host in hosts:
         if host.bundle is not None:

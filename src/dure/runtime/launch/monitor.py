@@ -93,7 +93,34 @@ class HeartbeatCaller:
             self._heard(answer.fields)
 
 
-class BeatReceiver:
+class HeartbeatService:
+    """The callbacks of a wire that receives heartbeats: it serves `protocol` at the process that is `called` so."""
+
+    protocol: ClassVar[Mapping[str, Method]]
+    called: ClassVar[str]
+
+    def heard(self, call: Call) -> str:
+        """Take a heartbeat; returns the reason why the run ends, if it does."""
+        raise NotImplementedError
+
+    def admit(self, caller: Identity) -> str | None:
+        return None
+
+    def expects(self, service: str, method: str) -> Sequence[TensorSpec]:
+        if service != JOB or method not in self.protocol:
+            raise Refused(f"{self.called} takes heartbeats here, and was asked for {method!r} of {service!r}.")
+        return ()
+
+    def request(self, service: str, call: Call, respond: Respond) -> None:
+        try:
+            check(service, self.protocol[call.method], call)
+        except Refused as error:
+            respond(error)
+            return
+        respond(Reply({"reason": self.heard(call)}))
+
+
+class BeatReceiver(HeartbeatService):
     """Receives the heartbeats of processes of any machine at `address`, and passes them on to `beat`.
 
     It has no thread: `poll` receives what has come.
@@ -102,6 +129,7 @@ class BeatReceiver:
     protocol: ClassVar[Mapping[str, Method]] = {
         "beat": Method(NODES, {"number": COUNT, "clock": COUNT, "waiting": TRUTH})
     }
+    called = "the driver"
 
     def __init__(self, interface: str, credentials: Credentials, beat: Callable[[int, int, bool], None]) -> None:
         self._beat = beat
@@ -114,28 +142,15 @@ class BeatReceiver:
     def close(self) -> None:
         self._wire.close(0)
 
-    def admit(self, caller: Identity) -> str | None:
-        return None
-
-    def expects(self, service: str, method: str) -> Sequence[TensorSpec]:
-        if service != JOB or method not in self.protocol:
-            raise Refused(f"the driver takes heartbeats here, and was asked for {method!r} of {service!r}.")
-        return ()
-
-    def request(self, service: str, call: Call, respond: Respond) -> None:
-        try:
-            check(service, self.protocol[call.method], call)
-        except Refused as error:
-            respond(error)
-            return
+    def heard(self, call: Call) -> str:
         self._beat(call.fields["number"], call.fields["clock"], call.fields["waiting"])
-        respond(Reply({"reason": ""}))
+        return ""
 
     def lost(self, loss: Loss) -> None:
         """A process connects again with its next heartbeat."""
 
 
-class RankMonitor:
+class RankMonitor(HeartbeatService):
     """Exchanges heartbeats with the other ranks of `rendezvous`, until `close`. All ranks make one at the same time.
 
     `check` raises `PeerLost` once a rank, or the process of a server, has been silent for `frozen_after` seconds.
@@ -147,6 +162,7 @@ class RankMonitor:
         "alive": Method(fields={"reason": TEXT}),
         "beat": Method(NODES, {"number": COUNT, "clock": COUNT, "waiting": TRUTH}),
     }
+    called = RANK_0
 
     def __init__(
         self,
@@ -198,25 +214,12 @@ class RankMonitor:
 
     # ---- the callbacks of the wire
 
-    def admit(self, caller: Identity) -> str | None:
-        return None
-
-    def expects(self, service: str, method: str) -> Sequence[TensorSpec]:
-        if service != JOB or method not in self.protocol:
-            raise Refused(f"{RANK_0} takes heartbeats here, and was asked for {method!r} of {service!r}.")
-        return ()
-
-    def request(self, service: str, call: Call, respond: Respond) -> None:
-        try:
-            check(service, self.protocol[call.method], call)
-        except Refused as error:
-            respond(error)
-            return
+    def heard(self, call: Call) -> str:
         if call.method == "beat" and self._beat is not None:
             self._beat(call.fields["number"], call.fields["clock"], call.fields["waiting"])
         elif call.method == "alive" and self._beat is None:
             self._hear(call.caller, call.fields["reason"])
-        respond(Reply({"reason": self._reason}))
+        return self._reason
 
     def lost(self, loss: Loss) -> None:
         # A rank at its end closes its connection in order. After another loss it may connect again: it stays silent.
