@@ -12,7 +12,7 @@ from base64 import b64encode
 from collections import Counter
 from pathlib import Path
 
-import ray
+import pytest
 from support import faulty_environments, faulty_jobs
 
 import dure
@@ -20,6 +20,9 @@ from dure.errors import DureError
 from dure.run.launchers import ray as launcher
 from dure.run.scaling import REQUEST
 from dure.runtime.wire import Credentials
+
+# the search for doctests imports this file, also where Ray is not installed
+ray = pytest.importorskip("ray")
 
 KEY = bytes(range(100, 132))
 FORMS = (KEY, KEY.hex().encode(), b64encode(KEY).rstrip(b"="), json.dumps([*KEY]).encode()[1:-1])
