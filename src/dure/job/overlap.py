@@ -97,6 +97,8 @@ class Overlap:
         Returns the results of `launch`, in order.
         """
         for missing in self._missing:
+            for index in missing:
+                self.replica.bring_home(index)
             missing.clear()
         self._send_complete()
         self._launch = None

@@ -22,7 +22,8 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain
 from operator import attrgetter, is_, methodcaller
@@ -36,6 +37,8 @@ from dure.errors import ReplicaError
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _WITH_DROPOUT = (nn.RNNBase, nn.MultiheadAttention)
+_ALIGNED = 64
+"""Marks come in multiples of this many elements, so that gradients begin at a border of cache lines."""
 _ALWAYS_RANDOM = (nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 
 
@@ -109,7 +112,7 @@ class Replica:
     Raises `ReplicaError` for a module that cannot be laid out flat.
     """
 
-    def __init__(self, module: nn.Module, *, keep_strides: bool = False) -> None:
+    def __init__(self, module: nn.Module, *, keep_strides: bool = False, marked: bool = False) -> None:
         found = _trainable(module)
         first = found[0][1]
         stops = list(accumulate(parameter.numel() for _, parameter in found))
@@ -119,7 +122,10 @@ class Replica:
             for (name, parameter), stop in zip(found, stops, strict=True)
         )
         self.params = torch.empty(stops[-1], dtype=first.dtype, device=first.device)
-        self.grads = torch.zeros_like(self.params)
+        marks = -(-len(found) // _ALIGNED) * _ALIGNED if marked else 0
+        self.marked_grads = self.params.new_zeros(marks + stops[-1])
+        """`grads`, after room for a mark of each parameter if `marked`: both travel in one message."""
+        self.grads = self.marked_grads[marks:]
         self._slots = tuple(
             self._adopt(layer, parameter, _strides(parameter) if keep_strides else None)
             for layer, (_, parameter) in zip(self.layers, found, strict=True)
@@ -181,10 +187,38 @@ class Replica:
 
     def drop_gradients(self) -> None:
         """Free the memory of gradients, where something else computes them."""
-        self.grads = grads = self.grads.new_zeros(()).expand(self.numel)
+        self.grads = self.marked_grads = grads = self.grads.new_zeros(()).expand(self.numel)
         for slot in self._slots:
             slot.parameter.grad = None
         self._slots = tuple(replace(slot, gradient=slot.view(grads)) for slot in self._slots)
+
+    @property
+    def marks(self) -> Tensor:
+        """The marks in front of `grads`, one for each parameter; empty if the replica has none."""
+        return self.marked_grads[: len(self._slots) if self.marked_grads.numel() > self.numel else 0]
+
+    def is_unused(self, index: int) -> bool:
+        """Whether parameter `index` has no gradient, or one of zeros."""
+        gradient = self._slots[index].parameter.grad
+        return gradient is None or (gradient.layout == torch.strided and not bool(gradient.any()))
+
+    @contextmanager
+    def without_gradients(self, indices: Iterable[int]) -> Iterator[None]:
+        """Inside, the gradients of these parameters are None."""
+        hidden = [self._slots[index] for index in indices]
+        for slot in hidden:
+            slot.parameter.grad = None
+        try:
+            yield
+        finally:
+            for slot in hidden:
+                slot.parameter.grad = slot.gradient
+
+    def release(self) -> None:
+        """Give each parameter memory of its own. The replica is of no use afterwards."""
+        for slot in self._slots:
+            slot.parameter.data = slot.parameter.data.clone()
+            slot.parameter.grad = None
 
     def zero_grad(self) -> None:
         """Zero `grads` in place; the module's gradients stay views of it."""

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -49,6 +49,10 @@ if TYPE_CHECKING:
     from dure.topology.parameter_server.choice import ParameterServer
 
 
+BufferRule = Literal["mean", "rank0"]
+"""What becomes of the buffers of all ranks."""
+
+
 def attach(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -61,14 +65,20 @@ def attach(
     frozen_after: float = 30.0,
     key_file: str | Path | None = None,
     integrity: Integrity = "mac",
+    buffers: BufferRule = "mean",
 ) -> Attached:
     """Attach `model` to a method, for a training loop of the user's own on all ranks that were started together.
 
     Every rank calls this in the same place, with the same model and optimizer; all start from rank 0's values. `sync`,
     `topology`, `codec` and `partition` are those of a `Strategy`; the last two are refused here, with other ways.
-    `batch_size` is this rank's weight in means, where ranks differ. A parameter without a gradient in a step counts as
-    one whose gradient is zero: unlike in plain PyTorch, momentum, moments and weight decay change it. If a rank or a
-    server sends no heartbeat for `frozen_after` seconds, the training of all ranks that wait for it ends.
+    `batch_size` is this rank's weight in means, where ranks differ. The optimizer does not change a parameter without a
+    gradient in this step; under `bsp` over collectives, without one at any rank. Where servers step, such a gradient
+    counts as zero. If a rank or a server sends no heartbeat for `frozen_after` seconds, the training of all ranks that
+    wait for it ends.
+
+    Buffers that training changes, such as running statistics, are each rank's own. `buffers="mean"` merges them where
+    the models meet: means are averaged, and a count is the largest. `buffers="rank0"` takes those of rank 0, as
+    DistributedDataParallel does, under `bsp` over collectives after each step.
 
     The ranks and their servers admit only processes that have the key of the run: the content of `key_file`, 32 random
     bytes or more in a file of mode 0600; without it rank 0 draws one and hands it out through the store where the ranks
@@ -82,13 +92,15 @@ def attach(
     """
     strategy = _chosen(sync, topology, codec, partition)
     _check_numbers(batch_size, frozen_after)
+    if buffers not in get_args(BufferRule):
+        raise UsageError(f'buffers is "mean" or "rank0", got {buffers!r}. Leave it out for "mean".')
     _check_module(model)
     check_unwrapped(model)
     optimizer = unwrapped(optimizer)
     check_free(model, optimizer)
     check_step(optimizer)
     _check_values(model)
-    replica = Replica(model, keep_strides=True)
+    replica = Replica(model, keep_strides=True, marked=True)
     rendezvous = met(place() or RankEnvironment(), "attach", None if key_file is None else Path(key_file))
     caller = traceback.extract_stack(limit=2)[0]
     with ExitStack() as undo:
@@ -109,14 +121,14 @@ def attach(
         undo.callback(monitor.close)
         node.loop.check = monitor.check
         name = f"{type(model).__name__} (model {mine.number}, attached at {Path(caller.filename).name}:{caller.lineno})"
-        worker = _worker(node, replica, mine, sizes, name)
+        worker = _worker(node, replica, mine, sizes, name, buffers)
         ties: LoopCollectives | LoopServers
         if topology_of(strategy.topology).clocked:
             ties = LoopServers(node, rendezvous, replica, strategy, mine, credentials)
         else:
-            ties = LoopCollectives(node, rendezvous, replica, strategy)
+            ties = LoopCollectives(node, rendezvous, replica, strategy, mine.missing.unused)
         undo.pop_all()
-    return Attached(strategy, rendezvous, replica, mine, worker, ties, monitor)
+    return Attached(strategy, rendezvous, replica, mine, worker, ties, monitor, buffers)
 
 
 def _chosen(sync: Any, topology: Any, codec: Codec | str | None, partition: Partition | str | None) -> Strategy:
@@ -204,12 +216,19 @@ def _introduce(rendezvous: Rendezvous, strategy: Strategy, replica: Replica, bat
 
 
 def _worker(
-    node: ProcessNode, replica: Replica, optimizer: UserOptimizer, sizes: Sequence[int], name: str
+    node: ProcessNode,
+    replica: Replica,
+    optimizer: UserOptimizer,
+    sizes: Sequence[int],
+    name: str,
+    rule: BufferRule,
 ) -> WorkerState:
     buffers = replica.buffers_flat()
 
     def merge(snapshots: Sequence[torch.Tensor]) -> torch.Tensor:
         """Merge buffers, weighted by batch size unless those of a rank are missing."""
+        if rule == "rank0":
+            return snapshots[0]
         return replica.merge_buffers(snapshots, sizes if len(snapshots) == len(sizes) else None)
 
     return WorkerState(

@@ -16,30 +16,35 @@ At the end, in order or not, all connections are closed, so that no other rank w
 from __future__ import annotations
 
 import weakref
-from collections.abc import Coroutine, Iterator, Sized
+from collections.abc import Coroutine, Iterator, Mapping, Sized
 from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from dure.core.node import EndOfWork
+from dure.core.node import EndOfWork, Suspend
 from dure.core.text import log
 from dure.errors import DureError, PeerLost, ReplicaError, UsageError
 from dure.run.strategy import member_text
+from dure.sync.base import traits_of
 from dure.sync.worker import Worker
 from dure.sync.worker_state import WorkerState
+from dure.user_loop import saved
 from dure.user_loop.checks import GradientCheck, ModelCheck, check_unwrapped, raised, sums_of_runs
+from dure.user_loop.optimizer import RoutedOptimizer
 from dure.user_loop.source import REMEDY, EpochSampler, share_of
 
 if TYPE_CHECKING:
     from torch.amp import GradScaler
 
+    from dure.core.node import Task
     from dure.job.replica import Replica
     from dure.run.strategy import Strategy
     from dure.runtime.launch.monitor import RankMonitor
     from dure.runtime.launch.rendezvous import Rendezvous
     from dure.runtime.process.node import ProcessNode
+    from dure.sync.base import Sync
     from dure.user_loop.optimizer import UserOptimizer
     from dure.user_loop.peers import LoopCollectives
     from dure.user_loop.servers import LoopServers
@@ -66,6 +71,7 @@ class Attached:
         worker: WorkerState,
         ties: LoopCollectives | LoopServers,
         monitor: RankMonitor,
+        buffers: str = "mean",
     ) -> None:
         self.strategy = strategy
         self._replica = replica
@@ -75,14 +81,20 @@ class Attached:
         monitor.servers = ties.processes
         self._node: ProcessNode = worker.node  # type: ignore[assignment]
         self._source: LoopSource = worker.source  # type: ignore[assignment]
+        self._role = Role(strategy.sync, worker, self._source)
+        alike = not worker.over_servers and traits_of(strategy.sync).delivers == "replica"
+        self._shares_buffers = buffers == "rank0" and worker.buffers is not None and alike
+        self._aside: tuple[torch.Tensor, torch.Tensor] | None = None
         self._check = GradientCheck(self._node, replica, optimizer.optimizer)
         self._model_check = ModelCheck(replica, ties.undone_at)
         self._lifetime = lifetime = Lifetime(rendezvous, optimizer, worker, ties, monitor)
         with lifetime.guarded():
-            self._run(ties.begin(worker, self._source, lifetime.fail))
-            self._role = self._node.spawn(self._work(), self._node.name)
-            self._go()
+            self._role.run(ties.begin(worker, self._source, lifetime.fail))
+            self._role.begin()
             self._model_check.note()
+        self.routed_optimizer = RoutedOptimizer(optimizer.optimizer, self._step, self.zero_grad)
+        """An optimizer whose `step()` is `step` of this object, for a trainer that steps by itself. Schedulers keep the
+        user's optimizer. A gradient scaler may step it: `scaler.step(routed_optimizer)`."""
 
     # ---- the rank
 
@@ -90,6 +102,11 @@ class Attached:
     def ended(self) -> bool:
         """Whether the training has ended in order: further steps do nothing."""
         return self._lifetime.ended
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` has been called, or an error has ended the training."""
+        return self._lifetime.closed or self._lifetime.error is not None
 
     @property
     def rank(self) -> int:
@@ -131,8 +148,13 @@ class Attached:
 
         Raises `ReplicaError` (parameters moved), `PeerLost` (a rank or a server is gone), what the method raises.
         """
+        return self._step(scaler, self.optimizer)
+
+    def _step(self, scaler: GradScaler | None, scaled: torch.optim.Optimizer) -> bool:
+        """`step`, where `scaler` knows the gradients as those of `scaled`."""
         if not self._may("step"):
             return False
+        self._check.scaled = scaled
         with self._lifetime.guarded():
             self._optimizer.missing.look(self.clock, exchanged=self._source.is_exchanged)
             self._examine("step")
@@ -164,12 +186,17 @@ class Attached:
         with self._lifetime.guarded():
             self._examine("skip")
             meets = self._source.exchanges and not self._source.is_exchanged
-            self._replica.zero_grad()
+            self.zero_grad()
             if not self._ties.intend("skip"):
                 self._finish()
                 return False
             self._advance(skipping=not meets or self._source.all_skip)
             return True
+
+    def zero_grad(self) -> None:
+        """Discard what `backward()` has left since the last step; the gradients keep their memory."""
+        self._replica.zero_grad()
+        self._optimizer.missing.reset()
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -194,32 +221,84 @@ class Attached:
     def evaluation(self) -> Iterator[None]:
         """Inside, the model has the parameters that the method would deliver now: the servers', or the mean.
 
-        Over collectives all ranks enter it after the same step where the method delivers a mean. Buffers are this
-        rank's own. Raises `UsageError` at the end if parameters were changed inside: the replica goes on as before.
+        Over collectives all ranks enter it after the same step where the method delivers a mean, and the buffers are
+        those that `close` would deliver. Elsewhere buffers are this rank's own. A block inside another has no effect.
+
+        Raises `UsageError` at the end if parameters were changed inside: the replica goes on as before.
         """
-        if not self._may("evaluation"):
+        if self._lifetime.inside == "evaluation" or not self._may("evaluation"):
             yield
             return
         replica = self._replica
         with self._lifetime.guarded():
             self._examine("evaluation")
-            delivered = self._run(self._ties.delivered(self._worker))
-        kept = replica.params.clone()
-        replica.load(delivered)
+            self._note_buffers()
+            delivered = self._role.run(self._ties.delivered(self._worker))
+        self._aside = params, buffers = replica.params.clone(), replica.buffers_flat()
+        merged = delivered.buffers is not self._worker.buffers
+        replica.load(delivered.params)
+        if merged:
+            self._load_buffers(delivered)
         self._lifetime.inside = "evaluation"
         try:
             yield
-            changed = not torch.equal(sums_of_runs(replica.params), sums_of_runs(delivered))
+            changed = not torch.equal(sums_of_runs(replica.params), sums_of_runs(delivered.params))
         finally:
             self._lifetime.inside = ""
-            replica.load(kept)
+            self._aside = None
+            replica.load(params)
+            if merged:
+                replica.load_buffers(buffers)
         if changed:
             raise UsageError(
                 "parameters were changed in place inside `with replica.evaluation():`, whose end puts the model back. "
                 "Change a copy there, as copy.deepcopy(model); a change that training continues from belongs after it."
             )
 
+    # ---- its state
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank needs to go on exactly, beside the model and the optimizer that the loop saves; a copy.
+
+        Methods whose replicas differ between two meetings have the replica, the optimizer and the figures of the round
+        in it, each rank its own. Under `bsp` all ranks have one model and one optimizer, and it has the clock alone. It
+        holds tensors and plain values: `torch.save` writes it, and `torch.load` reads it with `weights_only=True`.
+
+        Raises `UsageError` over servers, which have the state, and where a method keeps a center at the ranks.
+        """
+        if self._lifetime.inside != "evaluation":
+            self._may("state_dict")
+        present = self._aside or (self._replica.params, self._replica.buffers_flat())
+        return saved.state_dict(self.strategy, self._worker, self.optimizer, present)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on as the rank whose `state_dict()` this is; all ranks call it between two steps, each with its own.
+
+        Load the model and the optimizer before: under `bsp` they are not in it. Gradients are discarded.
+
+        Raises `UsageError` for the state of another strategy, model, rank or number of ranks, or if ranks load states
+        of different steps.
+        """
+        if not self._may("load_state_dict"):
+            return
+        with self._lifetime.guarded():
+            found = saved.checked(state, self.strategy, self._worker)
+            self._lifetime.agree_on("the step of a loaded state", found.clock)
+            self._source.discard()
+            self.zero_grad()
+            self._role.suspend()
+            found.restore(self._worker, self.optimizer)
+            self._role.begin()
+            self._model_check.note()
+
     # ---- the end
+
+    def failed(self, error: BaseException) -> BaseException:
+        """End the training because of an error of the loop's own, so that no other rank waits; returns the first error.
+
+        Leaving the `with` block by an exception does the same.
+        """
+        return error if self._lifetime.closed else self._lifetime.fail(error)
 
     def close(self) -> None:
         """End this rank's training, wait for the method's remaining work, and load its result into the model.
@@ -237,6 +316,7 @@ class Attached:
                 self._finish()
         self._lifetime.closed = True
         self._optimizer.close()
+        self._replica.release()
 
     def __enter__(self) -> Attached:
         return self
@@ -246,8 +326,8 @@ class Attached:
     ) -> None:
         if error is None:
             self.close()
-        elif self._lifetime.error is None and not self._lifetime.closed:
-            self._lifetime.fail(error)
+        else:
+            self.failed(error)
 
     def _examine(self, call: str) -> None:
         """Raise an error if the user's code has moved or changed what is trained in a way that `call` would undo."""
@@ -269,45 +349,28 @@ class Attached:
             self._check.lower_scale(scaler)
         return overflows
 
-    # ---- the method's coroutine
-
-    async def _work(self) -> None:
-        try:
-            await self.strategy.sync.work(Worker(self._worker))
-        except EndOfWork:
-            pass
-        finally:
-            self._source.asked.resolve()
-
-    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return self._node.loop.run_until(self._node.spawn(coroutine, self._node.name))
-
-    def _go(self) -> None:
-        """Run the method until it asks for a gradient, or ends."""
-        self._node.loop.run_until(self._source.asked)
-
     def _advance(self, *, skipping: bool) -> None:
         self._lifetime.remind(self)
         if skipping:
             self._replica.zero_grad()
             self._source.leave_out()
-        self._optimizer.begin_step(pausing=skipping)
+        unused = self._optimizer.missing.unused() if self._source.exchanged is None else self._source.exchanged.unused
+        self._optimizer.begin_step(unused, pausing=skipping)
         rates = self._worker.lr = self._ties.rates()  # read before the method goes on: rates travel with this update
         self._worker.pausing = skipping and rates is not None  # where servers step by the user's rule
         self._source.give()
-        self._go()
+        self._role.go()
+        if self._shares_buffers:
+            self._role.run(self._ties.share_buffers(self._worker))
         self._model_check.note()
         self._optimizer.end_step()
         self._replica.zero_grad()
 
     def _finish(self) -> None:
         """Throw `EndOfWork` into the method. At its end, load the model that it delivers."""
-        self._source.end()
-        self._go()
-        if not self._role.done:
-            raise DureError(f"{member_text('sync', self.strategy.sync)} asked for a gradient after the end of work.")
-        self._replica.load(self._run(self._ties.finish(self._worker)))
-        self._load_buffers()
+        self._role.end()
+        self._replica.load(self._role.run(self._ties.finish(self._worker)))
+        self._load_buffers(self._worker)
         self._lifetime.end()
 
     def _note_buffers(self) -> None:
@@ -315,17 +378,63 @@ class Attached:
         if self._worker.buffers is not None:
             self._worker.buffers = self._replica.buffers_flat()
 
-    def _load_buffers(self) -> None:
-        if self._worker.buffers is not None:
-            self._replica.load_buffers(self._worker.buffers)
+    def _load_buffers(self, worker: WorkerState) -> None:
+        if worker.buffers is not None:
+            self._replica.load_buffers(worker.buffers)
 
     def _may(self, what: str) -> bool:
         """Whether `what` has anything to do. Raises the first error again, or `UsageError` if it cannot be called."""
         self._lifetime.check(what)
         if self.ended:  # a loop that continues changes nothing
             self._replica.zero_grad()
-            self._load_buffers()
+            self._load_buffers(self._worker)
         return not self.ended
+
+
+class Role:
+    """The coroutine of a method at this rank, which waits at `source` between two steps of the loop."""
+
+    def __init__(self, sync: Sync, worker: WorkerState, source: LoopSource) -> None:
+        self._sync = sync
+        self._worker = worker
+        self._source = source
+        self._node: ProcessNode = worker.node  # type: ignore[assignment]
+        self._task: Task[None] | None = None
+
+    def begin(self) -> None:
+        """Start the method, and run it until it asks for a gradient."""
+        self._task = self._node.spawn(self._work(), self._node.name)
+        self.go()
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run something else to its end."""
+        return self._node.loop.run_until(self._node.spawn(coroutine, self._node.name))
+
+    def go(self) -> None:
+        """Run the method until it asks for a gradient, or ends."""
+        self._node.loop.run_until(self._source.asked)
+
+    def suspend(self) -> None:
+        """End the method without its remaining work; `begin` starts it again."""
+        assert self._task is not None
+        self._task.throw(Suspend())
+        self._source.forget()
+
+    def end(self) -> None:
+        """Throw `EndOfWork` into the method, and let it do its remaining work."""
+        assert self._task is not None
+        self._source.end()
+        self.go()
+        if not self._task.done:
+            raise DureError(f"{member_text('sync', self._sync)} asked for a gradient after the end of work.")
+
+    async def _work(self) -> None:
+        try:
+            await self._sync.work(Worker(self._worker))
+        except (EndOfWork, Suspend):
+            pass
+        finally:
+            self._source.asked.resolve()
 
 
 LEAVE_SECONDS = 2.0
@@ -350,6 +459,7 @@ class Lifetime:
         self.closed = False
         self.error: BaseException | None = None
         self.inside = ""
+        self._agreed = 0
         self._rendezvous = rendezvous
         self._optimizer = optimizer
         self._worker = worker
@@ -366,6 +476,15 @@ class Lifetime:
             raise UsageError(f"{what}() was called inside `with replica.{self.inside}():`. Call it after that block.")
         if self.closed:
             raise UsageError(f"{what}() was called after close(): the training has ended. Attach the model again.")
+
+    def agree_on(self, what: str, mine: Any) -> None:
+        """Raise `UsageError` if another rank has another value; all ranks call this."""
+        self._agreed += 1
+        for rank, theirs in enumerate(
+            self._rendezvous.exchange(f"agreed {self._node.identity.job} {self._agreed}", mine)
+        ):
+            if theirs != mine:
+                raise UsageError(f"{what} is {mine} at rank {self._worker.rank}, and {theirs} at rank {rank}.")
 
     def remind(self, owner: object) -> None:
         """Have a warning logged if `owner` is dropped, or the process ends, while the training runs."""

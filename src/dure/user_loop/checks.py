@@ -14,6 +14,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Collection, Iterator
+from functools import partial
 from itertools import compress
 from typing import TYPE_CHECKING, Any
 
@@ -123,18 +124,21 @@ def _wrapper(module: nn.Module) -> str | None:
 
 
 class GradientCheck:
-    """Decides whether a step with the gradients of `replica` must be skipped."""
+    """Decides whether a step with the gradients of `replica` must be skipped.
+
+    `scaled` is the optimizer by which a gradient scaler knows them.
+    """
 
     def __init__(self, node: ProcessNode, replica: Replica, optimizer: torch.optim.Optimizer) -> None:
+        self.scaled = optimizer
         self._node = node
         self._replica = replica
-        self._optimizer = optimizer
         self._refused = 0
 
     def overflowed(self, scaler: GradScaler) -> bool:
         """Unscale the gradients, unless the user has done so; returns whether they hold NaN or infinity."""
         try:
-            scaler.unscale_(self._optimizer)
+            scaler.unscale_(self.scaled)
         except RuntimeError as error:
             if "already" not in str(error):
                 raise
@@ -142,7 +146,7 @@ class GradientCheck:
 
     def lower_scale(self, scaler: GradScaler) -> None:
         """Let the next `update` of `scaler` see an overflow, which may be another rank's: scales stay equal."""
-        for found in scaler._found_inf_per_device(self._optimizer).values():
+        for found in scaler._found_inf_per_device(self.scaled).values():
             found.fill_(1.0)
 
     def refuses(self, source: LoopSource, clock: int) -> bool:
@@ -175,20 +179,27 @@ class GradientCheck:
 class MissingGradient:
     """Logs a warning, once, at a step that no `backward()` came before, or whose gradients `zero_grad()` has removed.
 
-    A backward whose gradients are all zero is in order, and so are gradients that the loop itself has assigned.
+    A backward whose gradients are all zero is in order, and so are gradients that the loop itself has assigned. It
+    knows the parameters that no backward has reached, too (`unused`).
     """
 
     def __init__(self, replica: Replica, optimizer: torch.optim.Optimizer) -> None:
         self._replica = replica
         self._optimizer = optimizer
-        self._ran = False
+        self._reached: set[int] = set()
         self._had_values = False
         self._unsure = True  # until a step has had values: then the loop's zero_grad() stands in the right place
         self._warned = False
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._completed)  # type: ignore[no-untyped-call]
-            for parameter in replica.parameters
+            parameter.register_post_accumulate_grad_hook(partial(self._completed, index))  # type: ignore[no-untyped-call]
+            for index, parameter in enumerate(replica.parameters)
         ]
+
+    def unused(self) -> list[int]:
+        """The numbers of the parameters that no backward has reached since the last step, and that have no gradient."""
+        parameters = enumerate(self._replica.parameters)
+        rest = [index for index, each in parameters if index not in self._reached or each.grad is None]
+        return [index for index in rest if self._replica.is_unused(index)]
 
     def look(self, clock: int, *, exchanged: bool) -> None:
         """Look at the gradients before step `clock`; `exchanged`: they are the mean of all ranks already."""
@@ -197,14 +208,15 @@ class MissingGradient:
         groups = self._optimizer.param_groups
         gradients = [each.grad for group in groups for each in group["params"] if each.requires_grad]
         found = [each for each in gradients if each is not None]
-        assigned = any(each._base is not self._replica.grads for each in found)
-        if not self._ran and not assigned and not any(map(_has_values, found)):
+        assigned = any(each._base is not self._replica.marked_grads for each in found)
+        ran = bool(self._reached)
+        if not ran and not assigned and not any(map(_has_values, found)):
             self._warn(
                 clock,
                 "no backward() came before it. Call loss.backward() before replica.step(), or replica.skip() for a "
                 "step without a batch",
             )
-        elif self._ran and not found:
+        elif ran and not found:
             self._warn(clock, _REMOVED)
         elif self._unsure:
             self._unsure = not any(map(_has_values, found))
@@ -213,15 +225,16 @@ class MissingGradient:
 
     def reset(self) -> None:
         """A step has been taken or skipped."""
-        self._ran = self._had_values = False
+        self._reached.clear()
+        self._had_values = False
 
     def close(self) -> None:
         """Remove the hooks from the parameters."""
         for hook in self._hooks:
             hook.remove()
 
-    def _completed(self, parameter: torch.Tensor) -> None:
-        self._ran = True
+    def _completed(self, index: int, parameter: torch.Tensor) -> None:
+        self._reached.add(index)
         if self._unsure and not self._had_values and parameter.grad is not None:
             self._had_values = _has_values(parameter.grad)
 

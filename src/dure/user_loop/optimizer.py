@@ -9,7 +9,8 @@ loaded with the user's optimizer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+import warnings
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import contextmanager
 from inspect import signature
 from itertools import chain
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import nn
+    from torch.amp import GradScaler
     from torch.utils.hooks import RemovableHandle
 
     from dure.job.replica import Replica
@@ -41,7 +43,8 @@ class UserOptimizer:
     """A `LocalOptimizer`: the step that the user's optimizer takes on the replica's module.
 
     Only `apply` may make it step: a call of `optimizer.step()` from outside would move one replica and no other, and
-    is refused. `number` tells it from the others that are attached now.
+    is refused. `number` tells it from the others that are attached now. `unused` are the numbers of the parameters
+    without a gradient in this step: the optimizer sees None there, as in plain PyTorch.
     """
 
     spec = OptimizerSpec()
@@ -54,6 +57,7 @@ class UserOptimizer:
         self._replica = replica
         self._mine = False
         self.missing = MissingGradient(replica, optimizer)
+        self.unused: Sequence[int] = ()
         self.number: int = 1 + max((other.number for other in _ATTACHED), default=0)
         self._members = _members(optimizer)
         self._hooks: list[RemovableHandle | WrapperGuard] = [
@@ -77,7 +81,8 @@ class UserOptimizer:
             return
         if gradient is not replica.grads:
             replica.grads.copy_(gradient)
-        with self._stepping():
+        unused = [index for index in self.unused if replica.is_unused(index)]
+        with self._stepping(), replica.without_gradients(unused):
             self.optimizer.step()
 
     def holds(self, parameters: Set[int]) -> bool:
@@ -91,8 +96,9 @@ class UserOptimizer:
             _check_owner(self.optimizer, self._replica)
             self._members = now
 
-    def begin_step(self, *, pausing: bool) -> None:
+    def begin_step(self, unused: Sequence[int], *, pausing: bool) -> None:
         """A step of the user's loop begins; `pausing` makes `apply` do nothing in it."""
+        self.unused = unused
         self._pausing = pausing
         self._stepped = False
 
@@ -103,15 +109,8 @@ class UserOptimizer:
         self.missing.reset()
 
     def _step_without_gradients(self) -> None:
-        gradients = [parameter.grad for parameter in self._replica.parameters]
-        for parameter in self._replica.parameters:
-            parameter.grad = None
-        try:
-            with self._stepping():
-                self.optimizer.step()
-        finally:
-            for parameter, gradient in zip(self._replica.parameters, gradients, strict=True):
-                parameter.grad = gradient
+        with self._stepping(), self._replica.without_gradients(range(len(self._replica.layers))):
+            self.optimizer.step()
 
     def state(self) -> State:
         """An empty state: the user saves `optimizer.state_dict()`."""
@@ -145,6 +144,58 @@ class UserOptimizer:
                 "optimizer.step() was called while its model is attached, which would move this replica alone. Write "
                 "replica.step() in its place, or replica.step(scaler) in place of scaler.step(optimizer)."
             )
+
+
+class RoutedOptimizer(torch.optim.Optimizer):
+    """An optimizer for loops that step by themselves: its `step` is that of an attached model, `take`.
+
+    It shares the parameter groups and the state of `inner`, the user's optimizer. A gradient scaler hands itself over
+    and lets `take` decide on an overflow, so that all ranks skip the same steps.
+    """
+
+    def __init__(self, inner: torch.optim.Optimizer, take: Callable[..., bool], zero: Callable[[], None]) -> None:
+        # No call of the base class: it would make parameter groups of its own.
+        self.inner = inner
+        self._take = take
+        self._zero = zero
+        self._step_supports_amp_scaling = True
+        # The scaler announces another protocol, by which an optimizer cannot lower the scale of this rank.
+        warnings.filterwarnings("ignore", "GradScaler is going to stop passing itself", FutureWarning)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner":  # a copy that is being made
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.inner.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.inner.state
+
+    def step(self, closure: Callable[[], Any] | None = None, *, grad_scaler: GradScaler | None = None) -> Any:
+        """Step with the gradients that `backward()` left, and zero them; returns the loss that `closure` computes."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._take(grad_scaler, self)
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Zero the gradients; they keep their memory."""
+        self._zero()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self.inner.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state_dict)
 
 
 _ATTACHED: WeakSet[UserOptimizer] = WeakSet()

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dure.core.node import EndOfWork
 from dure.job.replica import as_bytes, copy_bytes
 from dure.runtime.process.group import AloneGroup, Engine
+from dure.sync import lifecycle
 from dure.sync.base import traits_of
+from dure.sync.worker import Worker
+from dure.sync.worker_state import Sessions, Storage
 from dure.topology.collective.message_group import SentGroup, algorithm_of
 from dure.topology.collective.topology import Agreement, GroupSession, Intention
-from dure.user_loop.source import Exchange, Failed
+from dure.user_loop.source import EndedSource, Exchange, Failed
 
 if TYPE_CHECKING:
     from dure.core.node import Group
@@ -41,6 +47,20 @@ class SentCollectives:
         """Do nothing: the connections are the node's."""
 
 
+def copied(worker: WorkerState, group: Group) -> WorkerState:
+    """A copy of a worker at a step boundary, whose method ends at its first request for a gradient."""
+    copy = replace(
+        worker,
+        params=worker.params.clone(),
+        source=EndedSource(worker.node, worker.batch_size),
+        sessions=Sessions(),
+        storage=Storage(),
+    )
+    copy.sessions.group = GroupSession(copy, group)
+    lifecycle.restore(copy, lifecycle.state(worker))
+    return copy
+
+
 class LoopCollectives:
     """Ties over collectives.
 
@@ -48,8 +68,17 @@ class LoopCollectives:
     names the calls that undo a change of the model in place: the end, if a center is delivered and not the replica.
     """
 
-    def __init__(self, node: ProcessNode, rendezvous: Rendezvous, replica: Replica, strategy: Strategy) -> None:
+    def __init__(
+        self,
+        node: ProcessNode,
+        rendezvous: Rendezvous,
+        replica: Replica,
+        strategy: Strategy,
+        missing: Callable[[], Sequence[int]],
+    ) -> None:
         topology: Any = strategy.topology
+        self._sync = strategy.sync
+        self._missing = missing
         self._node = node
         self._replica = replica
         by_engine = topology.algorithm == "engine"
@@ -77,7 +106,7 @@ class LoopCollectives:
             if constant.numel():
                 copy_bytes(constant, await engine.group.broadcast(as_bytes(constant).to(replica.device), 0))
         share = worker.share
-        source.exchange = Exchange(self._node, engine.group, replica, share, failed, source.name)
+        source.exchange = Exchange(self._node, engine.group, replica, share, failed, source.name, self._missing)
 
     def processes(self) -> Mapping[str, int]:
         """An empty table: there are no servers."""
@@ -101,20 +130,29 @@ class LoopCollectives:
         self.overflowed = counts.overflow > 0
         return counts.going_on
 
-    async def delivered(self, worker: WorkerState) -> torch.Tensor:
-        """The parameters that the method would deliver now."""
-        values = worker.delivering(self._delivers).clone()
-        if self._delivers == "mean" and not self._engine.alone:
+    async def delivered(self, worker: WorkerState) -> WorkerState:
+        """A worker with the parameters and the buffers that the method would deliver if it ended now."""
+        if self._delivers != "mean":
+            return replace(worker, params=worker.delivering(self._delivers).clone())
+        if not self._engine.alone:
             await self._agree("evaluate")
-            values *= worker.share
-            await self._engine.group.all_reduce(values)
-        return values
+        copy = copied(worker, self._engine.group)
+        with suppress(EndOfWork):
+            await self._sync.work(Worker(copy))
+        copy.params = await self.finish(copy)
+        return copy
 
     async def finish(self, worker: WorkerState) -> torch.Tensor:
         """Merge the buffers, and return the parameters that the method delivers after the common last step."""
         if worker.buffers is not None:
             worker.buffers = worker.merge_buffers(await self._engine.group.all_gather(worker.buffers))
         return worker.delivering(self._delivers)
+
+    async def share_buffers(self, worker: WorkerState) -> None:
+        """Give all ranks the buffers of rank 0."""
+        if not self._engine.alone:
+            worker.buffers = await self._engine.group.broadcast(self._replica.buffers_flat(), 0)
+            self._replica.load_buffers(worker.buffers)
 
     def close(self, *, failed: bool = False) -> None:
         if self._source is not None and self._source.exchange is not None:

@@ -14,7 +14,7 @@ import math
 import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -205,9 +205,12 @@ class LoopServers:
         """Whether this rank goes on. It asks no other rank: over servers each may end after any step."""
         return mine != "end"
 
-    async def delivered(self, worker: WorkerState) -> torch.Tensor:
-        """The servers' parameters, as they are."""
-        return (await worker.server.client.pull(worker.params.clone())).values
+    async def delivered(self, worker: WorkerState) -> WorkerState:
+        """A worker with the servers' parameters, as they are, and the buffers of this rank."""
+        return replace(worker, params=(await worker.server.client.pull(worker.params.clone())).values)
+
+    async def share_buffers(self, worker: WorkerState) -> None:
+        """Do nothing: over servers no two ranks meet at a step."""
 
     # ---- the end
 

@@ -34,7 +34,7 @@ from dure.job.overlap import Overlap
 from dure.topology.collective.topology import Agreement, Intention
 
 if TYPE_CHECKING:
-    from dure.core.node import Group
+    from dure.core.node import Group, Node
     from dure.job.gradient import Requester
     from dure.job.replica import Replica
     from dure.runtime.process.node import ProcessNode
@@ -75,6 +75,11 @@ class LoopSource:
     def is_exchanged(self) -> bool:
         """Whether the pending gradient has been made the group's mean already."""
         return self.exchange is not None and self.wants_mean and self.exchange.going is not None
+
+    @property
+    def exchanged(self) -> Exchange | None:
+        """The exchange, if the pending gradient is to be the group's mean."""
+        return self.exchange if self.wants_mean else None
 
     @property
     def all_skip(self) -> bool:
@@ -120,6 +125,10 @@ class LoopSource:
         """Answer the request with `EndOfWork`."""
         self._answer().fail(EndOfWork())
 
+    def forget(self) -> None:
+        """Drop the request of a method that does not wait for it any more."""
+        self._answer()
+
     def model(self, requester: Requester) -> torch.Tensor:
         return requester.params
 
@@ -150,6 +159,36 @@ class LoopSource:
         return pending
 
 
+class EndedSource:
+    """A `GradientSource` without gradients: the method of a worker ends at its first request."""
+
+    can_stop = False
+    whole = True
+
+    def __init__(self, node: Node, batch_size: int) -> None:
+        self.batch_size = batch_size
+        self._node = node
+
+    def gradient(self, requester: Requester) -> Operation[Gradient]:
+        ended: Operation[Gradient] = self._node.promise("the end of work")
+        ended.fail(EndOfWork())
+        return ended
+
+    mean_gradient = gradient
+
+    def model(self, requester: Requester) -> torch.Tensor:
+        return requester.params
+
+    async def settled(self) -> None:
+        """Return at once: no other node reads from this source."""
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Do nothing: there is no state."""
+
+
 # ---- the exchange
 
 Failed = Callable[[BaseException], BaseException]
@@ -176,7 +215,8 @@ class Exchange:
     """Turns the gradient of the model `name` in `replica.grads` into the mean over `group`; this rank weighs `share`.
 
     `failed` gets an error in the middle of the user's backward, and returns the one to raise. Set `examines` to have
-    every rank check its own gradient for NaN and infinity before it is summed (`faulty_ranks`).
+    every rank check its own gradient for NaN and infinity before it is summed (`faulty_ranks`). `missing` gives the
+    parameters without a gradient at this rank; those without one at all ranks are `unused` then.
     """
 
     def __init__(
@@ -187,8 +227,11 @@ class Exchange:
         share: float,
         failed: Failed,
         name: str,
+        missing: Callable[[], Sequence[int]],
     ) -> None:
         self.name = name
+        self.unused: Sequence[int] = ()
+        self._missing = missing
         self._node = node
         self._group = group
         self._replica = replica
@@ -214,6 +257,7 @@ class Exchange:
         else:
             self._said = None
         self.going = None
+        self.unused = ()
         self._faulty = False
         self._overlap.arm(self._launch, self._begin, self._begin_again)
 
@@ -280,8 +324,23 @@ class Exchange:
     def _launch(self, part: torch.Tensor) -> Operation[torch.Tensor]:
         if self.examines and not all_finite(part):
             self._faulty = True
+        if (
+            part.numel() and part.data_ptr() == self._replica.grads.data_ptr()
+        ):  # the last slice: backward reaches no more parameters
+            part = self._with_marks(part)
         part *= self._share
         return self._group.all_reduce(part)
+
+    def _with_marks(self, first: torch.Tensor) -> torch.Tensor:
+        """The `first` part of the gradient, after the marks of the parameters that this rank has a gradient of.
+
+        It is sent last: backward reaches no more parameters.
+        """
+        replica, self.unused = self._replica, self._missing()
+        replica.marks.fill_(1.0)
+        if self.unused:
+            replica.marks[list(self.unused)] = 0.0
+        return replica.marked_grads[: replica.marked_grads.numel() - replica.numel + first.numel()]
 
     def _after_backward(self) -> None:
         if self.going is not None:
@@ -317,6 +376,9 @@ class Exchange:
         self._node.loop.run_until(self._node.spawn(_all(operations), f"{self._node.name} exchanging its gradient"))
         counts = self._agreement.read(self._said.result())
         self.going, self.skipped = counts.going_on, counts.all_skip
+        if self.unused:  # at this rank; only then is a device asked for the marks of all
+            said = self._replica.marks.tolist()
+            self.unused = [index for index in self.unused if not said[index]]
 
 
 async def _all(operations: Sequence[Operation[Any]]) -> None:

@@ -1,0 +1,127 @@
+"""The state of one rank of an attached model, in a checkpoint of the user's loop: tensors and plain values.
+
+| over                         | a rank's state                                                          |
+|------------------------------|-------------------------------------------------------------------------|
+| collectives, `bsp`           | the clock; the loop saves the one model and the one optimizer           |
+| collectives, other methods   | the replica, the state of the method, and the optimizer, of this rank   |
+| servers                      | refused: the servers have the state                                     |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dure.core.state import State
+from dure.errors import UsageError
+from dure.run.strategy import member_text
+from dure.sync import lifecycle
+from dure.sync.base import traits_of
+
+if TYPE_CHECKING:
+    from dure.run.strategy import Strategy
+    from dure.sync.worker_state import WorkerState
+
+FORMAT = 1
+"""The version of the form of a rank's state."""
+
+
+def state_dict(
+    strategy: Strategy,
+    worker: WorkerState,
+    optimizer: torch.optim.Optimizer,
+    present: tuple[torch.Tensor, torch.Tensor],
+) -> dict[str, Any]:
+    """The state of this rank; `present` are the parameters and the buffers that it goes on with.
+
+    Raises `UsageError` for a strategy whose state is not at the ranks.
+    """
+    _check_kept_at_ranks(strategy, worker)
+    whole = {
+        "format": FORMAT,
+        "strategy": str(strategy),
+        "rank": worker.rank,
+        "world_size": worker.world_size,
+        "parameters": worker.params.numel(),
+        "clock": worker.clock,
+    }
+    if traits_of(strategy.sync).delivers == "replica":
+        return whole
+    state = lifecycle.state(worker)
+    params, buffers = present
+    state.tensors["params"] = params
+    if worker.buffers is not None:
+        state.tensors["buffers"] = buffers
+    copied = state.cloned()
+    return whole | {"tensors": copied.tensors, "plain": copied.plain, "optimizer": _copied(optimizer.state_dict())}
+
+
+@dataclass(frozen=True, slots=True)
+class RankState:
+    """A state that fits a rank; `restore` sets the rank to it."""
+
+    saved: Mapping[str, Any]
+
+    @property
+    def clock(self) -> int:
+        return int(self.saved["clock"])
+
+    def restore(self, worker: WorkerState, optimizer: torch.optim.Optimizer) -> None:
+        """Set the worker of a method that does not run, and the user's optimizer, to this state."""
+        if "tensors" not in self.saved:
+            worker.clock = worker.given = self.clock
+            return
+        lifecycle.restore(worker, State(dict(self.saved["tensors"]), dict(self.saved["plain"])))
+        optimizer.load_state_dict(self.saved["optimizer"])
+
+
+def checked(state: Mapping[str, Any], strategy: Strategy, worker: WorkerState) -> RankState:
+    """The state, if it fits. Raises `UsageError` if it is none, or that of another strategy, model, rank or number."""
+    _check_kept_at_ranks(strategy, worker)
+    if not isinstance(state, Mapping) or state.get("format") != FORMAT:
+        raise UsageError(
+            "load_state_dict needs what replica.state_dict() gave at this rank, and got "
+            f"{_told(state)}. The states of the model and of the optimizer are loaded into those."
+        )
+    if state["world_size"] != worker.world_size:
+        raise UsageError(
+            f"this state is of a training with {state['world_size']} ranks, and {worker.world_size} are attached: each "
+            f"has a replica of its own. Start {state['world_size']} ranks, or load the model alone and leave the state."
+        )
+    mine = {"strategy": str(strategy), "rank": worker.rank, "parameters": worker.params.numel()}
+    for name, value in mine.items():
+        if state[name] != value:
+            raise UsageError(f"this state has {name} {state[name]}, and this rank has {value}. Load the state of that.")
+    return RankState(state)
+
+
+def _check_kept_at_ranks(strategy: Strategy, worker: WorkerState) -> None:
+    sync = member_text("sync", strategy.sync)
+    if worker.over_servers:
+        raise UsageError(
+            f"{sync} over servers has its state at the servers, which a loop cannot save. Save the model inside "
+            "`with replica.evaluation():`; a training that begins with it starts the optimizer's state anew."
+        )
+    if traits_of(strategy.sync).delivers not in ("replica", "mean"):
+        raise UsageError(
+            f"{sync} over collectives moves its center before the gradient of a step, so its state between two steps "
+            "is not one to go on from. Save the model inside `with replica.evaluation():`."
+        )
+
+
+def _told(state: Any) -> str:
+    if not isinstance(state, Mapping):
+        return f"an object of type {type(state).__name__}"
+    return f"a dictionary with {', '.join(map(repr, [*state][:3])) or 'nothing'}"
+
+
+def _copied(value: Any) -> Any:
+    """A copy that shares no tensor with the original."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: _copied(each) for key, each in value.items()}
+    return [_copied(each) for each in value] if isinstance(value, list) else value
