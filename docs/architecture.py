@@ -16,6 +16,7 @@ MEANINGS = {
     "cli": "the command: options, tables",
     "planner": "probe, rank of strategies",
     "user_loop": "attach and the DDP hook",
+    "integrations": "trainers of others",
     "run": "one run, put together",
     "rl": "actors, learners, replay",
     "runtime": "virtual time and processes",

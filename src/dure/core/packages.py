@@ -20,6 +20,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "text": ("tokenizers", "transformers"),
     "tensorboard": ("tensorboard",),
     "ray": ("ray",),
+    "integrations": ("accelerate", "lightning", "transformers"),
 }
 """The modules of each extra. `pyproject.toml` has their distributions."""
 
