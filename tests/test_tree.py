@@ -173,7 +173,8 @@ def test_nothing_unsafe_is_called():
     }
     modules = {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
     called = [(p, n) for p, n in nodes(ast.Call) if dotted(n.func) in calls]
-    allowed = {("cli/main.py", "print")}
+    files = "integrations/rank_files.py"  # optimizers have states of any form; `weights_only` unpickles no other code
+    allowed = {("cli/main.py", "print"), (files, "torch.load"), (files, "torch.save")}
     assert [
         x for x in called if (name(x[0]), dotted(x[1].func)) not in allowed and not name(x[0]).startswith(TIMED)
     ] == []
