@@ -7,6 +7,7 @@ processes, so most of the time that processes take to start is spent once.
 import contextlib
 import copy
 import functools
+import io
 import json
 import os
 import sys
@@ -31,6 +32,14 @@ PINNED = ("bsp", RING, "ssp ps:shards=2")
 LEARNING = ("ssp:bound=2", "averaging:period=4", REMEDIED)
 SKIPPING = ("bsp",)
 CHANNELS_LAST = ("bsp", "bsp ps")
+RESUMED = (
+    "bsp",
+    "averaging:period=4",
+    "averaging:period=4,schedule=decay,factor=0.5,interval=4",
+    "diloco:period=4",
+    "bmuf:period=4",
+)
+MEETING = ("averaging:period=4", "averaging:period=4,weights=uniform", "one-shot", "bmuf:period=4", "diloco:period=4")
 OVERFLOWING = ("bsp", "averaging:period=5", f"averaging:period=5 {RING.split()[1]}")
 ALL = ("bsp", "averaging:period=3", "downpour", "ssp:bound=3", "bsp ps", "averaging:period=3 ps", RING)
 
@@ -49,6 +58,7 @@ LONG = (
     "repeats_a_wide_backward",
     "uneven",
     "uneven_whole",
+    "unused_beside_ddp",
 )
 """Cases that start servers several times, train for epochs, or wait for seconds: for `make all`."""
 
@@ -459,6 +469,129 @@ def case_evaluation():
                 inside = flat(module)
             found[strategy] = {"before": before, "inside": inside, "after": flat(module)}
         found[strategy]["end"] = flat(module)
+    return found
+
+
+def case_delivers():
+    """In evaluation, within a block and at its end, the model is that of a `close()` after as many steps."""
+    return {strategy: [delivering(strategy, steps) for steps in (3, 4, 6)] for strategy in MEETING}
+
+
+def delivering(strategy, steps):
+    """The models inside an evaluation after each of `steps` steps, and at the end; the replica before and after it."""
+    module = nn.Sequential(*model(RANK)[:2], nn.BatchNorm1d(16), nn.Linear(16, 10))
+    inside, around = [], []
+    with attach(module, torch.optim.SGD(module.parameters(), lr=0.1), strategy) as replica:
+        for batch in mine(steps):
+            loss_of(module, batch).backward()
+            replica.step()
+            before = whole(module)
+            with replica.evaluation():
+                inside.append(whole(module))
+            around.append(whole(module) == before)
+    return {"inside": inside[-1], "around": all(around), "end": whole(module)}
+
+
+def whole(module):
+    """Parameters and buffers."""
+    return torch.cat([each.detach().double().reshape(-1) for each in module.state_dict().values()]).tolist()
+
+
+def case_resumed():
+    """Steps without a break, and steps in two trainings, the second of which begins with the files of the first."""
+    return {strategy: [resuming(strategy, breaks) for breaks in ((), (5, 8))] for strategy in RESUMED}
+
+
+def resuming(strategy, breaks, steps=11):
+    """The model after `steps` steps with AdamW; after the steps `breaks` a new process would begin here."""
+    loaded = {}
+    for first, last in zip((0, *breaks), (*breaks, steps), strict=True):
+        module = model(RANK + first)  # other values, which the files replace
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+        replica = attach(module, optimizer, strategy)
+        if loaded and strategy == "bsp":  # whose ranks have one model and one optimizer, which the loop saves
+            module.load_state_dict(loaded["model"])
+            optimizer.load_state_dict(loaded["optimizer"])
+        if loaded:
+            replica.load_state_dict(loaded["rank"])
+        assert replica.clock == first
+        for batch in [*mine(steps)][first:last]:
+            loss_of(module, batch).backward()
+            replica.step()
+        with replica.evaluation():
+            saved = {"model": module, "optimizer": optimizer, "rank": replica}
+            for name, each in saved.items():
+                file = io.BytesIO()
+                torch.save(each.state_dict(), file)
+                file.seek(0)
+                loaded[name] = torch.load(file, weights_only=True)
+        replica.close()
+    return flat(module)
+
+
+class Heads(nn.Module):
+    """One trunk, a head of each rank, and a head of none."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.trunk = model(rank)
+        self.heads = nn.ModuleList(nn.Linear(10, 10) for _ in range(3))
+
+    def forward(self, inputs):
+        return self.heads[RANK](self.trunk(inputs))
+
+
+def with_heads(wrap, step, steps=5):
+    """The parameters after steps with AdamW, whose decay moves what has a gradient alone."""
+    module = Heads(0)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01, weight_decay=0.3)
+    called = wrap(module, optimizer)
+    for number, batch in enumerate(mine(steps)):
+        if number == 3:  # a step whose loss reaches the trunk alone, in two micro-batches
+            with called.no_sync() if hasattr(called, "no_sync") else called.accumulate():
+                loss_of(module.trunk, batch).backward()
+        loss_of(called if hasattr(called, "no_sync") else module, batch).backward()
+        step(called, optimizer)
+    if not hasattr(called, "no_sync"):
+        called.close()
+    return flat(module)
+
+
+def case_unused():
+    """Heads that no rank uses, or one rank alone, over collectives: models, and what no gradient has reached."""
+    found = {}
+    for strategy in ("bsp", RING, "averaging:period=2"):
+        found[strategy] = with_heads(
+            lambda module, optimizer, strategy=strategy: attach(module, optimizer, strategy),
+            lambda replica, _: replica.step(),
+        )
+    return found
+
+
+def case_unused_beside_ddp():
+    join_group("unused beside ddp")
+
+    def step(_, optimizer):
+        optimizer.step()
+        optimizer.zero_grad()
+
+    found = with_heads(lambda module, _: DistributedDataParallel(module, find_unused_parameters=True), step)
+    torch.distributed.destroy_process_group()
+    return found
+
+
+def case_buffers_of_rank_0():
+    """The running statistics of both ranks after each step, and at the end."""
+    found = {}
+    for strategy in ("bsp", "averaging:period=2", "bsp ps"):
+        module = nn.Sequential(*model()[:2], nn.BatchNorm1d(16), nn.Linear(16, 10))
+        seen = []
+        with attach(module, torch.optim.SGD(module.parameters(), lr=0.1), strategy, buffers="rank0") as replica:
+            for batch in mine(4):
+                loss_of(module, batch).backward()
+                replica.step()
+                seen.append(module[2].running_mean.tolist())
+        found[strategy] = [*seen, module[2].running_mean.tolist(), module[2].num_batches_tracked.item()]
     return found
 
 

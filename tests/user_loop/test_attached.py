@@ -16,8 +16,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_model
 from support import attached
 from support.purposes import soaked
+from support.wording import raising
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -297,6 +299,88 @@ def test_evaluation_shows_what_would_be_delivered(ranks):
         assert close(found["inside"], mean.tolist())
         assert found["end"] == found["inside"]  # the last average is of the same parameters
     assert ranks[0]["evaluation"]["bsp"]["inside"] == ranks[1]["evaluation"]["bsp"]["before"]
+
+
+@pytest.mark.parametrize("strategy", attached.MEETING)
+def test_evaluation_delivers_what_close_would(ranks, strategy):
+    for rank, other in zip(ranks, reversed(ranks), strict=True):
+        for found, theirs in zip(rank["delivers"][strategy], other["delivers"][strategy], strict=True):
+            assert found["around"]
+            assert found["inside"] == found["end"] == theirs["end"]
+
+
+@pytest.mark.parametrize("strategy", attached.RESUMED)
+def test_a_training_in_parts_equals_one_without_a_break(ranks, strategy):
+    for rank in ranks:
+        unbroken, in_three_parts = rank["resumed"][strategy]
+        assert unbroken == in_three_parts
+    assert ranks[0]["resumed"][strategy] == ranks[1]["resumed"][strategy]
+
+
+def heads_by_hand(average):
+    """The models of both ranks with AdamW, gradients averaged, or parameters after each two steps."""
+    modules = [attached.Heads(0) for _ in range(2)]
+    optimizers = [torch.optim.AdamW(module.parameters(), lr=0.01, weight_decay=0.3) for module in modules]
+    for number, (x, y) in enumerate(attached.batches(5)):
+        for rank, module in enumerate(modules):
+            inputs, targets = x.chunk(2)[rank], y.chunk(2)[rank]
+            trunk = module.trunk(inputs)
+            if number == 3:
+                nn.functional.cross_entropy(trunk, targets).backward()
+                trunk = module.trunk(inputs)
+            nn.functional.cross_entropy(module.heads[rank](trunk), targets).backward()
+        pairs = [[*pair] for pair in zip(*(module.parameters() for module in modules), strict=True)]
+        if not average:
+            for one, other in pairs:
+                if one.grad is not None or other.grad is not None:
+                    zero = torch.zeros_like(one)
+                    mean = sum(zero if each.grad is None else each.grad for each in (one, other)) / 2
+                    one.grad, other.grad = mean.clone(), mean.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        if average and number % 2 == 1:
+            with torch.no_grad():
+                for one, other in pairs:
+                    mean = (one + other) / 2
+                    one.copy_(mean)
+                    other.copy_(mean)
+    return modules
+
+
+@pytest.mark.parametrize(
+    ("strategy", "average"), [("bsp", False), (attached.RING, False), ("averaging:period=2", True)]
+)
+def test_parameters_without_a_gradient_stay_as_they_are(ranks, strategy, average):
+    modules = heads_by_hand(average)
+    if average:
+        ends = torch.stack([torch.tensor(attached.flat(module)) for module in modules]).mean(0).tolist()
+        expected = [ends, ends]
+    else:
+        expected = [attached.flat(module) for module in modules]
+    for rank, found in enumerate(ranks):
+        assert close(found["unused"][strategy], expected[rank])
+    untouched = attached.flat(attached.Heads(0).heads[2])
+    assert all(rank["unused"][strategy][-len(untouched) :] == untouched for rank in ranks)
+
+
+@pytest.mark.long
+def test_unused_parameters_equal_those_of_ddp_bit_for_bit(ranks):
+    for rank in ranks:
+        assert rank["unused"]["bsp"] == rank["unused_beside_ddp"]
+
+
+def test_buffers_are_those_of_rank_0(ranks):
+    """Under `bsp` over collectives after each step, elsewhere where models meet."""
+    one, other = (rank["buffers_of_rank_0"] for rank in ranks)
+    assert one["bsp"] == other["bsp"]
+    assert one["averaging:period=2"][0] != other["averaging:period=2"][0]
+    assert one["averaging:period=2"][1] == other["averaging:period=2"][1]
+    for strategy in one:
+        *steps, end, count = one[strategy]
+        assert steps[-1] == end, strategy  # what rank 0 had itself
+        assert other[strategy][-2:] == [end, count]
+        assert count == 4
 
 
 def test_an_error_at_one_rank_is_heard_at_the_other(ranks):
@@ -759,6 +843,85 @@ def test_a_scaler_that_overflows_skips_the_step_and_the_clock_advances():
     assert replica.clock == 2
     assert close(attached.flat(module), plain(steps=1))
     replica.close()
+
+
+def test_a_routed_optimizer_steps_the_replica():
+    """A trainer that steps, zeroes, schedules and scales by itself is the loop that calls the replica."""
+    module, optimizer, replica = attached_alone(momentum=0.9)
+    routed = replica.routed_optimizer
+    assert isinstance(routed, torch.optim.Optimizer)
+    assert routed.param_groups is optimizer.param_groups
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=100)
+    alone = attached.model()
+    plainly = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
+    steps = torch.optim.lr_scheduler.LambdaLR(plainly, lambda step: 0.5**step)
+    own = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=100)
+    for number, batch in enumerate(attached.batches(4)):
+        for each, by, scales, rates in ((module, routed, scaler, schedule), (alone, plainly, own, steps)):
+            by.zero_grad()
+            loss = attached.loss_of(each, batch) * (math.inf if number == 2 else 1.0)
+            scales.scale(loss).backward()
+            scales.unscale_(by)  # clipping is of the true gradient
+            nn.utils.clip_grad_norm_(each.parameters(), 0.1)
+            scales.step(by)
+            scales.update()
+            rates.step()
+    assert (replica.clock, scaler.get_scale()) == (4, own.get_scale()) == (4, 2.0)
+    assert attached.flat(module) == attached.flat(alone)
+    assert str(routed.state_dict()) == str(plainly.state_dict())
+    routed.load_state_dict(plainly.state_dict())
+    loss = routed.step(lambda: attached.loss_of(module, batch).backward() or 3.0)
+    assert (loss, replica.clock, replica.closed) == (3.0, 5, False)
+    replica.close()
+    assert replica.closed
+
+
+def test_after_the_end_parameters_own_their_memory(tmp_path):
+    module, _, replica = attached_alone()
+    attached.loss_of(module, next(attached.batches(1))).backward()
+    replica.step()
+    replica.close()
+    torch.save(module[2].bias, tmp_path / "bias.pt")
+    assert (tmp_path / "bias.pt").stat().st_size < 3000 < sum(each.nbytes for each in module.parameters())
+    save_model(module, tmp_path / "model.safetensors")  # refuses parameters that share memory
+
+
+@pytest.mark.parametrize(
+    ("change", "case"),
+    [
+        ({"world_size": 3}, "3 ranks"),
+        ({"rank": 1}, "rank 1"),
+        ({"strategy": "bsp collective"}, "bsp collective"),
+        ({"parameters": 5}, "parameters 5"),
+        ({"format": 2}, "format 2"),
+    ],
+)
+def test_the_state_of_another_rank_is_refused(change, case):
+    _, _, replica = attached_alone(sync="averaging:period=2")
+    with raising(UsageError, case):
+        replica.load_state_dict(replica.state_dict() | change)
+
+
+@pytest.mark.parametrize(("sync", "topology"), [("ssp", "ps"), ("easgd", "collective")])
+def test_states_that_are_not_at_the_ranks_are_refused(sync, topology):
+    _, _, replica = attached_alone(sync=sync, topology=topology)
+    with raising(UsageError, sync):
+        replica.state_dict()
+    replica.close()
+
+
+def test_a_failure_of_the_trainer_ends_the_training():
+    _, optimizer, replica = attached_alone()
+    error = KeyError("of the trainer")
+    assert replica.failed(error) is error
+    assert replica.closed
+    with pytest.raises(KeyError):
+        replica.step()
+    optimizer.step()
+    _, _, replica = attached_alone()
+    replica.close()
+    assert replica.failed(error) is error  # it has ended in order
 
 
 @pytest.mark.sampled(1)

@@ -83,8 +83,8 @@ def checked(state: Mapping[str, Any], strategy: Strategy, worker: WorkerState) -
     _check_kept_at_ranks(strategy, worker)
     if not isinstance(state, Mapping) or state.get("format") != FORMAT:
         raise UsageError(
-            "load_state_dict needs what replica.state_dict() gave at this rank, and got "
-            f"{_told(state)}. The states of the model and of the optimizer are loaded into those."
+            f"load_state_dict needs what replica.state_dict() of this version of dure gave, and got {_told(state)}. The "
+            "states of the model and of the optimizer are loaded by these."
         )
     if state["world_size"] != worker.world_size:
         raise UsageError(
@@ -94,7 +94,10 @@ def checked(state: Mapping[str, Any], strategy: Strategy, worker: WorkerState) -
     mine = {"strategy": str(strategy), "rank": worker.rank, "parameters": worker.params.numel()}
     for name, value in mine.items():
         if state[name] != value:
-            raise UsageError(f"this state has {name} {state[name]}, and this rank has {value}. Load the state of that.")
+            raise UsageError(
+                f"this state is of a rank with {name} {state[name]}, and this rank has {name} {value}. Load what "
+                "replica.state_dict() gave at this rank, under this strategy and for this model."
+            )
     return RankState(state)
 
 
@@ -115,6 +118,8 @@ def _check_kept_at_ranks(strategy: Strategy, worker: WorkerState) -> None:
 def _told(state: Any) -> str:
     if not isinstance(state, Mapping):
         return f"an object of type {type(state).__name__}"
+    if "format" in state:
+        return f"a state of format {state['format']}, where {FORMAT} is right"
     return f"a dictionary with {', '.join(map(repr, [*state][:3])) or 'nothing'}"
 
 
