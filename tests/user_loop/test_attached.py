@@ -328,7 +328,8 @@ def heads_by_hand(average):
             if number == 3:
                 nn.functional.cross_entropy(trunk, targets).backward()
                 trunk = module.trunk(inputs)
-            nn.functional.cross_entropy(module.heads[rank](trunk), targets).backward()
+            loss = nn.functional.cross_entropy(module.heads[rank](trunk), targets)
+            (loss * (0.0 if (number, rank) == (2, 0) else 1.0)).backward()
         pairs = [[*pair] for pair in zip(*(module.parameters() for module in modules), strict=True)]
         if not average:
             for one, other in pairs:

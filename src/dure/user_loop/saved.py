@@ -83,8 +83,8 @@ def checked(state: Mapping[str, Any], strategy: Strategy, worker: WorkerState) -
     _check_kept_at_ranks(strategy, worker)
     if not isinstance(state, Mapping) or state.get("format") != FORMAT:
         raise UsageError(
-            f"load_state_dict needs what replica.state_dict() of this version of dure gave, and got {_told(state)}. The "
-            "states of the model and of the optimizer are loaded by these."
+            f"load_state_dict needs what replica.state_dict() of this version of dure gave, and got {_told(state)}. "
+            "The states of the model and of the optimizer are loaded by these."
         )
     if state["world_size"] != worker.world_size:
         raise UsageError(
