@@ -1,4 +1,8 @@
-# Written by `make format` from the catalogues: do not edit.
+# Written by `make format` from the catalogues and the options: do not edit.
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
 from dure import codec as codec
 from dure import partition as partition
 from dure import sync as sync
@@ -46,9 +50,8 @@ from dure.partition.pipeline import MicroBatched as MicroBatched
 from dure.partition.shared_layers import SharedLayers as SharedLayers
 from dure.partition.whole import Whole as Whole
 from dure.planner.answer import Ranking as Ranking
-from dure.planner.auto import train as train
-from dure.planner.plan import plan as plan
-from dure.run.compare import compare as compare
+from dure.report.run import Run
+from dure.run.compare import Comparison
 from dure.run.strategy import Strategy as Strategy
 from dure.runtime.virtual.cluster import Cluster as Cluster
 from dure.sync.ad_psgd import ADPSGD as ADPSGD
@@ -91,3 +94,127 @@ from dure.user_loop.attach import attach as attach
 from dure.user_loop.ddp_hook import hook as hook
 
 __version__: str
+
+def compare(
+    job: str | Job,
+    *strategies: str,
+    workers: int | str | None = ...,
+    batch_size: int | None = ...,
+    batch_sizes: Sequence[int] = ...,
+    lr: float | None = ...,
+    scale_lr: bool = ...,
+    optimizer: str | None = ...,
+    steps: int | None = ...,
+    epochs: float | None = ...,
+    seconds: float | None = ...,
+    seed: int | None = ...,
+    data: Path | str | None = ...,
+    split: str | None = ...,
+    dtype: Literal["float32", "float64"] | None = ...,
+    eval_every: int | None = ...,
+    eval_samples: int | None = ...,
+    checkpoint_every: int | None = ...,
+    trace: bool = ...,
+    tensorboard: bool = ...,
+    device: str | None = ...,
+    warn_after: float | None = ...,
+    frozen_after: float = ...,
+    replace: bool = ...,
+    reserve: str | None = ...,
+    insecure: bool = ...,
+    preemption_notice: str | None = ...,
+    grace: float = ...,
+    out: Path | str | None = ...,
+    exact: bool = ...,
+    timing_only: bool = ...,
+    target: float | None = ...,
+    target_loss: float | None = ...,
+    on: str | Path | Cluster | Sequence[str | Path] = ...,
+    report: Path | str | None = ...,
+) -> Comparison:
+    """Train `job` under each of `strategies` in each place of `on`, and write a report.
+
+    The strategies of `config.FEW` if none is given, here or as the option of that name. `options` are those of
+    `config.CompareConfig`. Raises what `train` does, but for `DivergedError`: the report says which run diverged.
+    """
+
+def plan(
+    job: str | Job,
+    *,
+    workers: int | None = ...,
+    on: str | Path | Cluster = ...,
+    batch_size: int | None = ...,
+    data: Path | str | None = ...,
+    target: float | None = ...,
+    target_loss: float | None = ...,
+    learn: int = ...,
+    steps: int | None = ...,
+    within: float = ...,
+    report: Path | str | None = ...,
+) -> Ranking:
+    """Rank the strategies for `job` on a cluster. Seconds are predicted, in virtual time.
+
+    `job` is a built-in name, `"FILE.py:FUNCTION"`, or a `Job`. `on` is a cluster file, a `Cluster`, or "virtual" (a
+    uniform cluster); if it is left out, this machine is measured. `options` are those of `options.PlanOptions`.
+
+    Raises:
+        UsageError: an option is wrong, or no strategy fits; the message has the smallest change with which one fits.
+    """
+
+def train(
+    job: str | Job,
+    *,
+    workers: int | str | None = ...,
+    batch_size: int | None = ...,
+    batch_sizes: Sequence[int] = ...,
+    lr: float | None = ...,
+    scale_lr: bool = ...,
+    optimizer: str | None = ...,
+    steps: int | None = ...,
+    epochs: float | None = ...,
+    seconds: float | None = ...,
+    seed: int | None = ...,
+    data: Path | str | None = ...,
+    split: str | None = ...,
+    dtype: Literal["float32", "float64"] | None = ...,
+    eval_every: int | None = ...,
+    eval_samples: int | None = ...,
+    checkpoint_every: int | None = ...,
+    trace: bool = ...,
+    tensorboard: bool = ...,
+    device: str | None = ...,
+    warn_after: float | None = ...,
+    frozen_after: float = ...,
+    replace: bool = ...,
+    reserve: str | None = ...,
+    insecure: bool = ...,
+    preemption_notice: str | None = ...,
+    grace: float = ...,
+    out: Path | str | None = ...,
+    exact: bool = ...,
+    timing_only: bool = ...,
+    strategy: str = ...,
+    sync: Any = ...,
+    topology: Any = ...,
+    codec: Any = ...,
+    partition: Any = ...,
+    on: str | Path | Cluster = ...,
+    key_file: Path | str | None = ...,
+    integrity: Literal["mac", "checksum"] = ...,
+    resume: Path | str | None = ...,
+    trust: bool = ...,
+    within: float = ...,
+) -> Run:
+    """Train `job` with several workers, for real or in virtual time; return its record.
+
+    `job` is a built-in name, `"FILE.py:FUNCTION"`, either with parameters (`"mnist-mlp:depth=7"`), or a `Job` (virtual
+    time only: processes must be able to make it again). `sync` is a method as text (`"ssp:bound=3"`) or as an object
+    (`SSP(bound=3)`); with "auto" a plan that takes `within` seconds chooses the whole strategy. `on` is "local" (also
+    if left out), "torchrun", "virtual", a cluster file, or a `Cluster`. `options` are those of `config.TrainConfig`.
+
+    Raises:
+        UsageError: the options contradict each other; the message names the nearest that work.
+        DivergedError: the loss is no longer a number.
+        DeadlockError: every worker waits, and none can continue.
+        DureError: no update was applied, or another reason that the message names.
+    """

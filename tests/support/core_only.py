@@ -18,17 +18,42 @@ def core_only(folder: Path, *, jobs: bool = False) -> Path:
 
     The packages are links to those of this environment.
     """
-    venv.create(folder / "venv", symlinks=True)
-    (site,) = (folder / "venv" / "lib").glob("python*/site-packages")
-    for name in required(project(ROOT)["dependencies"]):
-        for entry in entries(name):
-            if not (site / entry.name).exists():
-                (site / entry.name).symlink_to(entry)
+    python, site = linked(folder, project(ROOT)["dependencies"])
     sources = [ROOT / "src", *([ROOT / "jobs" / "src"] if jobs else [])]
     (site / "sources.pth").write_text("".join(f"{path}\n" for path in sources))
     if jobs:
         offer(site, "dure-jobs", project(ROOT / "jobs")["entry-points"]["dure.jobs"])
-    return folder / "venv" / "bin" / "python"
+    return python
+
+
+def installed(folder: Path, wheels: list[Path]) -> Path:
+    """Make a virtual environment in `folder` with `wheels` and links to all that they require; return its Python.
+
+    Raises `subprocess.CalledProcessError` if a requirement is not met: of the wheels, also by each other.
+    """
+    needed = [*project(ROOT)["optional-dependencies"]["report"]]
+    for source in (ROOT, ROOT / "jobs", ROOT / "studies"):
+        needed += [line for line in project(source)["dependencies"] if not line.startswith("dure")]
+    python, _ = linked(folder, needed)
+    put(python, wheels)
+    return python
+
+
+def put(python: Path, wheels: list[Path]) -> None:
+    """Install `wheels` into the environment of `python`, without a network; check that their requirements are met."""
+    for words in (["install", "--no-deps", "--no-index", *map(str, wheels)], ["check"]):
+        subprocess.run([sys.executable, "-m", "pip", "--quiet", "--python", str(python), *words], check=True)
+
+
+def linked(folder: Path, requirements: list[str]) -> tuple[Path, Path]:
+    """A virtual environment with links to `requirements` and theirs: its Python and its folder of packages."""
+    venv.create(folder / "venv", symlinks=True)
+    (site,) = (folder / "venv" / "lib").glob("python*/site-packages")
+    for name in required(requirements):
+        for entry in entries(name):
+            if not (site / entry.name).exists():
+                (site / entry.name).symlink_to(entry)
+    return folder / "venv" / "bin" / "python", site
 
 
 def project(folder: Path) -> dict:
