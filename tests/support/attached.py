@@ -558,6 +558,60 @@ def with_heads(wrap, step, steps=5):
     return flat(module)
 
 
+def encoded(codec, sync="bsp", topology=None, *, steps=12, evaluates=False, breaks=()):
+    """The model after steps with a codec, and what the model was inside each evaluation."""
+    loaded, inside = {}, []
+    for first, last in zip((0, *breaks), (*breaks, steps), strict=True):
+        module = model()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        replica = dure.attach(module, optimizer, sync=sync, topology=topology, codec=codec)
+        if loaded:
+            module.load_state_dict(loaded["model"])
+            replica.load_state_dict(loaded["rank"])
+        for batch in [*mine(steps)][first:last]:
+            loss_of(module, batch).backward()
+            replica.step()
+            if evaluates:
+                with replica.evaluation():
+                    inside.append(flat(module))
+        loaded = {"model": copy.deepcopy(module.state_dict()), "rank": None if topology else replica.state_dict()}
+        replica.close()
+    return {"end": flat(module), "inside": inside[-1:]}
+
+
+def case_codecs():
+    """Codecs over collectives and servers; with an error memory, in parts and with evaluations between steps."""
+    parts = {"averaging:period=4": "1bit", "bsp": "1bit", "bmuf:period=3": "top-k"}
+    return {
+        "fp16": encoded("fp16"),
+        "fp16 ps": encoded("fp16", topology="ps:shards=2"),
+        **{sync: [encoded(codec, sync), encoded(codec, sync, evaluates=True)] for sync, codec in parts.items()},
+        **{f"{sync} in parts": encoded(codec, sync, breaks=(3, 7)) for sync, codec in parts.items()},
+    }
+
+
+def case_codec_of_nan():
+    """A gradient that holds NaN at rank 1 skips the step of both; the next one is exchanged as before."""
+    module = model()
+    seen = []
+    with dure.attach(module, torch.optim.SGD(module.parameters(), lr=0.1), sync="bsp", codec="int8") as replica:
+        for step, batch in enumerate(mine(3)):
+            (loss_of(module, batch) * (float("nan") if (step, RANK) == (1, 1) else 1.0)).backward()
+            replica.step()
+            seen.append(flat(module))
+    return seen
+
+
+def case_codec_of_a_stray_gradient():
+    """The gradient of another loss is exchanged, and its error would be added to the next."""
+    module = model()
+    replica = dure.attach(module, torch.optim.SGD(module.parameters(), lr=0.1), sync="bsp", codec="1bit")
+    batch = next(mine(1))
+    loss_of(module, batch).backward()
+    module.zero_grad()
+    return error_of(lambda: loss_of(module, batch).backward()), error_of(replica.step)
+
+
 def case_unused():
     """Heads that no rank uses, or one rank alone, over collectives: models, and what no gradient has reached."""
     found = {}

@@ -365,6 +365,53 @@ def test_parameters_without_a_gradient_stay_as_they_are(ranks, strategy, average
     assert all(rank["unused"][strategy][-len(untouched) :] == untouched for rank in ranks)
 
 
+def half(values):
+    return values.half().float()
+
+
+@pytest.mark.parametrize("where", ["fp16", "fp16 ps"])
+def test_a_codec_encodes_the_gradients_of_a_loop(ranks, where):
+    """Each gradient rounded to 16 bits, then their mean; over collectives the mean is rounded too."""
+    module = attached.model()
+    for x, y in attached.batches(12):
+        found = []
+        for inputs, targets in zip(x.chunk(2), y.chunk(2), strict=True):
+            loss = nn.functional.cross_entropy(module(inputs), targets)
+            found.append([half(each) for each in torch.autograd.grad(loss, [*module.parameters()])])
+        with torch.no_grad():
+            for each, pair in zip(module.parameters(), zip(*found, strict=True), strict=True):
+                mean = sum(pair) / 2
+                each -= 0.1 * (half(mean) if where == "fp16" else mean)
+    for rank in ranks:
+        assert close(rank["codecs"][where]["end"], attached.flat(module))
+    assert distance(plain(steps=12), attached.flat(module)) > 4e-6
+
+
+@pytest.mark.parametrize("sync", ["averaging:period=4", "bsp", "bmuf:period=3"])
+def test_errors_of_a_codec_are_state_and_evaluation_leaves_them_alone(ranks, sync):
+    for rank in ranks:
+        unbroken, evaluated = rank["codecs"][sync]
+        assert unbroken["end"] == evaluated["end"]
+        assert evaluated["inside"] == [evaluated["end"]]
+        assert rank["codecs"][f"{sync} in parts"]["end"] == unbroken["end"]
+    assert ranks[0]["codecs"][sync] == ranks[1]["codecs"][sync]
+
+
+def test_nan_under_a_codec_skips_the_step_of_all_ranks(ranks):
+    for rank in ranks:
+        first, second, third = rank["codec_of_nan"]
+        assert first == second != third
+        assert all(map(math.isfinite, third))
+    assert ranks[0]["codec_of_nan"] == ranks[1]["codec_of_nan"]
+
+
+def test_a_gradient_of_no_step_is_refused_under_a_codec_with_a_memory(ranks):
+    for rank in ranks:
+        for kind, text, _ in rank["codec_of_a_stray_gradient"]:
+            assert kind == "UsageError"
+            assert "loss.backward(inputs=list(other.parameters()))" in text
+
+
 @pytest.mark.long
 def test_unused_parameters_equal_those_of_ddp_bit_for_bit(ranks):
     for rank in ranks:

@@ -84,14 +84,15 @@ def state(worker: WorkerState) -> State:
         "peer": None if peer is None else peer.state(),
     }
     whole = State(tensors, plain) | State(worker.kept, worker.kept_plain).under("kept")
-    whole |= worker.optimizer.state().under("optimizer") | _state_of_codec(worker)
+    whole |= worker.optimizer.state().under("optimizer") | state_of_codec(worker)
     for offer, session in worker.sessions.own.items():
         whole |= session.state().under(f"own {offer}")
     # A run in which only time counts has no values, and its checkpoint has the plain state alone.
     return State({name: tensor for name, tensor in whole.tensors.items() if not isinstance(tensor, Ghost)}, whole.plain)
 
 
-def _state_of_codec(worker: WorkerState) -> State:
+def state_of_codec(worker: WorkerState) -> State:
+    """Return what the codec of a worker remembers: the errors of its last messages."""
     server, group = worker.sessions.server, worker.sessions.members
     coded = State() if server is None else State(states(server.client.coders))
     if isinstance(group, CompressedGroup):
@@ -118,19 +119,21 @@ def restore(worker: WorkerState, state: State) -> None:
     worker.lr = plain.get("lr")  # of gradients that are not pushed yet
     for offer, session in worker.sessions.own.items():
         session.restore(state.part(f"own {offer}"))
-    _restore_sessions(worker, State(under_prefix("coded.", tensors), plain))
+    if worker.sessions.server is not None:
+        worker.sessions.server.client.restore(plain["client"])
+    if worker.sessions.peer is not None:
+        worker.sessions.peer.restore(plain["peer"])
+    restore_codec(worker, state)
     # The next push names the versions that its gradient was computed on, also where no pull comes before it.
     if plain["versions"] is not None:
         worker.storage.pulled = Pulled(worker.params, list(plain["versions"]))
 
 
-def _restore_sessions(worker: WorkerState, state: State) -> None:
-    server, group, peer = worker.sessions.server, worker.sessions.members, worker.sessions.peer
-    if server is not None:
-        server.client.restore(state.plain["client"])
-    if peer is not None:
-        peer.restore(state.plain["peer"])
+def restore_codec(worker: WorkerState, state: State) -> None:
+    """Set what the codec of a worker remembers to its `state_of_codec`, which may be part of a larger state."""
+    server, group = worker.sessions.server, worker.sessions.members
+    coded = State(under_prefix("coded.", state.tensors), state.plain)
     if isinstance(group, CompressedGroup):
-        group.restore(state)
+        group.restore(coded)
     elif server is not None:
-        restore_coders(server.client.coders, state.tensors)
+        restore_coders(server.client.coders, coded.tensors)

@@ -21,11 +21,10 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from torch import nn
 
-from dure.codec.fp32 import Float32
 from dure.errors import UsageError
 from dure.job.replica import Replica
 from dure.partition.whole import Whole
-from dure.run.strategy import Strategy, catalogue, member_text, name_of, resolved
+from dure.run.strategy import Strategy, catalogue, member_text, name_of
 from dure.runtime.launch.monitor import RankMonitor
 from dure.runtime.launch.rendezvous import RankEnvironment, Rendezvous, credentials_of, met, place
 from dure.runtime.process.node import ProcessNode
@@ -70,7 +69,7 @@ def attach(
     """Attach `model` to a method, for a training loop of the user's own on all ranks that were started together.
 
     Every rank calls this in the same place, with the same model and optimizer; all start from rank 0's values. `sync`,
-    `topology`, `codec` and `partition` are those of a `Strategy`; the last two are refused here, with other ways.
+    `topology`, `codec` and `partition` are those of a `Strategy`; a partition is refused here, with other ways.
     `batch_size` is this rank's weight in means, where ranks differ. The optimizer does not change a parameter without a
     gradient in this step; under `bsp` over collectives, without one at any rank. Where servers step, such a gradient
     counts as zero. If a rank or a server sends no heartbeat for `frozen_after` seconds, the training of all ranks that
@@ -133,13 +132,7 @@ def attach(
 
 def _chosen(sync: Any, topology: Any, codec: Codec | str | None, partition: Partition | str | None) -> Strategy:
     """The strategy of these members. Raises `UsageError` for one that runs with `dure.train` only."""
-    coded = resolved("codec", codec)
-    if not isinstance(coded, Float32):
-        raise UsageError(
-            "dure.attach sends float32. In a loop of your own codecs go with DistributedDataParallel: "
-            f'model.register_comm_hook(None, dure.hook("{member_text("codec", coded)}")).'
-        )
-    strategy = Strategy.of(sync, topology, partition=partition)
+    strategy = Strategy.of(sync, topology, codec, partition)
     if not isinstance(strategy.partition, Whole):
         raise UsageError(
             f"dure.attach has the whole model at every rank, and {member_text('partition', strategy.partition)} gives "

@@ -208,7 +208,7 @@ class Attached:
                     "accumulate() comes before the last backward of a step, and the gradient of "
                     f"{self._source.name} has been exchanged. Call replica.step() first. {REMEDY}"
                 )
-            self._source.discard()
+            self._source.replace()
         self._lifetime.inside = "accumulate"
         self._source.hold()
         try:

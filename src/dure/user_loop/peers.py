@@ -9,13 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dure.codec.fp32 import Float32
 from dure.core.node import EndOfWork
+from dure.core.state import State
 from dure.job.replica import as_bytes, copy_bytes
 from dure.runtime.process.group import AloneGroup, Engine
 from dure.sync import lifecycle
 from dure.sync.base import traits_of
 from dure.sync.worker import Worker
 from dure.sync.worker_state import Sessions, Storage
+from dure.topology.collective.compressed import CompressedGroup
 from dure.topology.collective.message_group import SentGroup, algorithm_of
 from dure.topology.collective.topology import Agreement, GroupSession, Intention
 from dure.user_loop.source import EndedSource, Exchange, Failed
@@ -31,17 +34,22 @@ if TYPE_CHECKING:
     from dure.user_loop.source import LoopSource
 
 
+def meet_on_wires(node: ProcessNode, rendezvous: Rendezvous) -> None:
+    """Let the nodes of all ranks call each other."""
+    interface = rendezvous.place.interface
+    places = rendezvous.exchange("place", [interface, node.wire.listen(interface)])
+    node.directory.update({f"worker {rank}": (host, port) for rank, (host, port) in enumerate(places)})
+
+
 class SentCollectives:
     """The group of all ranks in `rendezvous`, by a collective written from sends; used in place of an `Engine`."""
 
     def __init__(self, node: ProcessNode, rendezvous: Rendezvous, topology: Collective) -> None:
-        size, interface = rendezvous.place.world_size, rendezvous.place.interface
+        size = rendezvous.place.world_size
         self.alone = size == 1
         self.group: Group = AloneGroup(node)
         if not self.alone:
             self.group = SentGroup(node, range(size), algorithm_of(topology), node.meter)
-            places = rendezvous.exchange("place", [interface, node.wire.listen(interface)])
-            node.directory.update({f"worker {rank}": (host, port) for rank, (host, port) in enumerate(places)})
 
     def close(self, *, failed: bool = False) -> None:
         """Do nothing: the connections are the node's."""
@@ -85,28 +93,34 @@ class LoopCollectives:
         self._engine = (
             Engine(node, rendezvous, replica.device) if by_engine else SentCollectives(node, rendezvous, topology)
         )
+        self._group: Group = self._engine.group
+        codec = None if isinstance(strategy.codec, Float32) or self._engine.alone else strategy.codec
+        if codec is not None:
+            self._group = CompressedGroup(node, self._engine.group, codec, replica.layers, node.meter)
+        if codec is not None or not by_engine:
+            meet_on_wires(node, rendezvous)
         self._delivers = traits_of(strategy.sync).delivers
         self.undone_at = () if self._delivers in ("replica", "mean") else ("close",)
-        self._agreement = Agreement(self._engine.group)
+        self._agreement = Agreement(self._group)
         self._source: LoopSource | None = None
         self.overflowed = False
 
     async def begin(self, worker: WorkerState, source: LoopSource, failed: Failed) -> None:
         """Have every replica start as rank 0's."""
-        engine, replica = self._engine, self._replica
-        worker.sessions.group = GroupSession(worker, engine.group)
+        group, replica = self._group, self._replica
+        worker.sessions.group = GroupSession(worker, group)
         self._source = source
-        if engine.alone:
+        if self._engine.alone:
             return
-        await engine.group.broadcast(replica.params, 0)
+        await group.broadcast(replica.params, 0)
         if worker.buffers is not None:
-            await engine.group.broadcast(worker.buffers, 0)
+            await group.broadcast(worker.buffers, 0)
             replica.load_buffers(worker.buffers)
         for constant in replica.constants.values():
             if constant.numel():
-                copy_bytes(constant, await engine.group.broadcast(as_bytes(constant).to(replica.device), 0))
+                copy_bytes(constant, await group.broadcast(as_bytes(constant).to(replica.device), 0))
         share = worker.share
-        source.exchange = Exchange(self._node, engine.group, replica, share, failed, source.name, self._missing)
+        source.exchange = Exchange(self._node, group, replica, share, failed, source.name, self._missing)
 
     def processes(self) -> Mapping[str, int]:
         """An empty table: there are no servers."""
@@ -136,22 +150,24 @@ class LoopCollectives:
             return replace(worker, params=worker.delivering(self._delivers).clone())
         if not self._engine.alone:
             await self._agree("evaluate")
-        copy = copied(worker, self._engine.group)
+        copy, coded = copied(worker, self._group), lifecycle.state_of_codec(worker).cloned()
         with suppress(EndOfWork):
             await self._sync.work(Worker(copy))
         copy.params = await self.finish(copy)
+        # The number of the round goes on: a message of the next one may be here already.
+        lifecycle.restore_codec(worker, State(coded.tensors, lifecycle.state_of_codec(worker).plain))
         return copy
 
     async def finish(self, worker: WorkerState) -> torch.Tensor:
         """Merge the buffers, and return the parameters that the method delivers after the common last step."""
         if worker.buffers is not None:
-            worker.buffers = worker.merge_buffers(await self._engine.group.all_gather(worker.buffers))
+            worker.buffers = worker.merge_buffers(await self._group.all_gather(worker.buffers))
         return worker.delivering(self._delivers)
 
     async def share_buffers(self, worker: WorkerState) -> None:
         """Give all ranks the buffers of rank 0."""
         if not self._engine.alone:
-            worker.buffers = await self._engine.group.broadcast(self._replica.buffers_flat(), 0)
+            worker.buffers = await self._group.broadcast(self._replica.buffers_flat(), 0)
             self._replica.load_buffers(worker.buffers)
 
     def close(self, *, failed: bool = False) -> None:

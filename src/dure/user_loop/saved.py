@@ -2,7 +2,8 @@
 
 | over                         | a rank's state                                                          |
 |------------------------------|-------------------------------------------------------------------------|
-| collectives, `bsp`           | the clock; the loop saves the one model and the one optimizer           |
+| collectives, `bsp`           | the clock, and what a codec remembers at this rank; the loop saves the  |
+|                              | one model and the one optimizer. Without a codec, for any number of ranks |
 | collectives, other methods   | the replica, the state of the method, and the optimizer, of this rank   |
 | servers                      | refused: the servers have the state                                     |
 """
@@ -49,7 +50,8 @@ def state_dict(
         "clock": worker.clock,
     }
     if traits_of(strategy.sync).delivers == "replica":
-        return whole
+        coded = lifecycle.state_of_codec(worker).cloned()
+        return whole | ({"tensors": coded.tensors, "plain": coded.plain} if coded.tensors else {})
     state = lifecycle.state(worker)
     params, buffers = present
     state.tensors["params"] = params
@@ -71,11 +73,14 @@ class RankState:
 
     def restore(self, worker: WorkerState, optimizer: torch.optim.Optimizer) -> None:
         """Set the worker of a method that does not run, and the user's optimizer, to this state."""
-        if "tensors" not in self.saved:
-            worker.clock = worker.given = self.clock
+        state = State(dict(self.saved.get("tensors", {})), dict(self.saved.get("plain", {})))
+        if "optimizer" in self.saved:
+            lifecycle.restore(worker, state)
+            optimizer.load_state_dict(self.saved["optimizer"])
             return
-        lifecycle.restore(worker, State(dict(self.saved["tensors"]), dict(self.saved["plain"])))
-        optimizer.load_state_dict(self.saved["optimizer"])
+        worker.clock = worker.given = self.clock
+        if state.tensors:
+            lifecycle.restore_codec(worker, state.to(worker.params.device))
 
 
 def checked(state: Mapping[str, Any], strategy: Strategy, worker: WorkerState) -> RankState:
@@ -86,12 +91,14 @@ def checked(state: Mapping[str, Any], strategy: Strategy, worker: WorkerState) -
             f"load_state_dict needs what replica.state_dict() of this version of dure gave, and got {_told(state)}. "
             "The states of the model and of the optimizer are loaded by these."
         )
-    if state["world_size"] != worker.world_size:
+    mine = {"strategy": str(strategy), "parameters": worker.params.numel()}
+    if "tensors" in state:
+        mine["rank"] = worker.rank
+    if "tensors" in state and state["world_size"] != worker.world_size:
         raise UsageError(
             f"this state is of a training with {state['world_size']} ranks, and {worker.world_size} are attached: each "
             f"has a replica of its own. Start {state['world_size']} ranks, or load the model alone and leave the state."
         )
-    mine = {"strategy": str(strategy), "rank": worker.rank, "parameters": worker.params.numel()}
     for name, value in mine.items():
         if state[name] != value:
             raise UsageError(

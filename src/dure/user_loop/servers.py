@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dure.codec.coder import SliceLayout
+from dure.codec.fp32 import Float32
 from dure.core.node import Address, Call, Operation, Reply, TensorSpec
 from dure.core.protocol import PLACE, WORKERS, RemoteService, carrying, mapping, remote
 from dure.core.vectors import pieces
@@ -43,6 +45,7 @@ from dure.topology.parameter_server.topology import held_by
 from dure.user_loop.optimizer import ServerOptimizer
 
 if TYPE_CHECKING:
+    from dure.codec.base import Codec
     from dure.job.replica import Replica
     from dure.run.strategy import Strategy
     from dure.runtime.launch.rendezvous import Rendezvous
@@ -94,6 +97,9 @@ class LoopServers:
             mine.refuse_states()
         pulls = self._rule is not None or traits_of(sync).delivers == "server"
         self.undone_at = ("step", "skip", "evaluation", "close") if pulls else ("close",)
+        self._codec = None if isinstance(strategy.codec, Float32) else strategy.codec
+        self._layouts = [SliceLayout.of(replica.layers, ranges) for ranges in self._ranges]
+        _check_codec(self._codec)
         self._spec = self._side.optimizer(self._rule.spec if self._rule else OptimizerSpec())
         self._helpers: list[ShardProcess] = []
         self._check_room()
@@ -133,7 +139,8 @@ class LoopServers:
             await self._open(directory, first)
             self._meeting.put("open", True)
         self._meeting.get("open")  # before that a server has no shard to call
-        client = ServerClient(self._node, worker.rank, self._side.as_reached(self._ranges))
+        reached = self._side.as_reached(self._ranges, codec=self._codec, layouts=self._layouts)
+        client = ServerClient(self._node, worker.rank, reached)
         worker.sessions.server = ServerSession(worker, client)
         await lifecycle.join(worker, newcomer=False)
         await worker.server.pull()
@@ -183,6 +190,8 @@ class LoopServers:
             "ranges": self._ranges[number],
             "dtype": str(self._replica.dtype).removeprefix("torch."),
             "sync": member_text("sync", self._sync),
+            "codec": member_text("codec", self._codec or Float32()),
+            "layout": list(self._layouts[number]),
             "optimizer": asdict(self._spec),
             "segments": self._segments(),
         }
@@ -251,6 +260,14 @@ class LoopServers:
         self._helpers.clear()
 
 
+def _check_codec(codec: Codec | None) -> None:
+    if codec is not None and codec.vote() is not None:
+        raise UsageError(
+            f"{member_text('codec', codec)} has servers count votes, and workers apply the result by the rule of a "
+            'run. In a loop it goes over collectives: topology="collective".'
+        )
+
+
 def name_of_run() -> str:
     """A name that no other run has."""
     return f"attach-{secrets.token_hex(4)}"
@@ -265,7 +282,7 @@ class ShardHost(RemoteService):
 
     `request` holds: `credentials`, `number` of `shards`, `workers`, `ranges` of the flat parameters, `dtype`, `sync` as
     text, `optimizer` and `segments` as plain values, how many elements of `buffers` each rank has and how many bytes of
-    `constants` (0 but on server 0).
+    `constants` (0 but on server 0), `codec` as text and the `layout` of its slice.
     """
 
     def __init__(self, node: ProcessNode, request: Mapping[str, Any]) -> None:
@@ -312,6 +329,9 @@ class ShardHost(RemoteService):
         spec = OptimizerSpec(**{**request["optimizer"], "betas": tuple(request["optimizer"]["betas"])})
         side = ServerSide(make(request["sync"], "sync"), request["workers"], request["shards"])
         remedies: dict[str, Any] = {"corrections": Corrections.of(side.corrections), "max_delay": side.max_delay}
+        codec = make(request["codec"], "codec")
+        if not isinstance(codec, Float32):
+            remedies["coder"] = codec.coder(SliceLayout(*request["layout"]))
         server = HostedServer(node, Shard(node, values, spec, ranges=ranges, segments=segments, **remedies))
         if request["number"] == 0:
             # The user's loop may rest as long as it likes, to evaluate or to save: no worker is evicted.

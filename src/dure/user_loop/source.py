@@ -31,6 +31,7 @@ from dure.errors import UsageError
 from dure.job.data.split import Dirichlet, Sampler, parse_split
 from dure.job.gradient import Gradient
 from dure.job.overlap import Overlap
+from dure.topology.collective.compressed import CompressedGroup
 from dure.topology.collective.topology import Agreement, Intention
 
 if TYPE_CHECKING:
@@ -96,6 +97,11 @@ class LoopSource:
         """Do not step with the mean that was exchanged last: the next one takes its place."""
         if self.exchange is not None and self.wants_mean and self.exchange.going:
             self.exchange.discard()
+
+    def replace(self) -> None:
+        """As `discard`, before another gradient of the same step."""
+        if self.exchange is not None and self.wants_mean and self.exchange.going:
+            self.exchange.replace()
 
     def hold(self) -> None:
         """Let the gradients of more than one backward gather."""
@@ -238,7 +244,9 @@ class Exchange:
         self._share = share
         self._failed = failed
         self._agreement = Agreement(group)
-        self._overlap = Overlap(replica)
+        # A codec encodes the whole gradient at the end of backward, as in a run.
+        self._coded = group if isinstance(group, CompressedGroup) else None
+        self._overlap = Overlap(replica, None if self._coded is None else replica.grads.nbytes)
         self._said: Operation[torch.Tensor] | None = None
         self.going: bool | None = None
         self.skipped = False
@@ -260,6 +268,21 @@ class Exchange:
         self.unused = ()
         self._faulty = False
         self._overlap.arm(self._launch, self._begin, self._begin_again)
+
+    def replace(self) -> None:
+        """As `discard`, where the gradient that was exchanged belongs to no step.
+
+        Raises `UsageError`, which ends the training, where the error of its message is added to the next one.
+        """
+        if self._coded is not None and self._coded.remembers:
+            raise self._failed(
+                UsageError(
+                    f"a gradient of {self.name} was exchanged that belongs to no step, and its codec would add the "
+                    "error of that message to the next gradient. Compute it without this model's parameters: "
+                    "loss.backward(inputs=list(other.parameters()))."
+                )
+            )
+        self.discard()
 
     def discard(self) -> None:
         """Exchange the next backward in place of the last, with whose mean this rank does not step."""
@@ -321,15 +344,31 @@ class Exchange:
         self._said = self._agreement.start(mine, left_out=self.left_out)
         self.left_out = False
 
-    def _launch(self, part: torch.Tensor) -> Operation[torch.Tensor]:
+    def _launch(self, part: torch.Tensor) -> Operation[Any]:
+        if self._coded is not None:
+            return self._launch_coded(self._coded, part)
         if self.examines and not all_finite(part):
             self._faulty = True
-        if (
-            part.numel() and part.data_ptr() == self._replica.grads.data_ptr()
-        ):  # the last slice: backward reaches no more parameters
+        if part.numel() and part.data_ptr() == self._replica.grads.data_ptr():
             part = self._with_marks(part)
         part *= self._share
         return self._group.all_reduce(part)
+
+    def _launch_coded(self, group: CompressedGroup, gradient: torch.Tensor) -> Operation[None]:
+        """Start on the encoded mean of the whole gradient, and on the marks, which travel as they are."""
+        self._with_marks(gradient)
+        self._faulty = not all_finite(gradient)
+        if self._faulty:
+            gradient.zero_()  # a codec cannot encode NaN
+        marks = group.all_reduce(self._replica.marks)
+        mean = group.mean_values(gradient, self._share, faulty=self._faulty)
+
+        async def both() -> None:
+            if await mean:
+                gradient.fill_(torch.nan)  # as the sum of all would be
+            await marks
+
+        return self._node.spawn(both(), f"{self._node.name} exchanging its encoded gradient")
 
     def _with_marks(self, first: torch.Tensor) -> torch.Tensor:
         """The `first` part of the gradient, after the marks of the parameters that this rank has a gradient of.
@@ -364,7 +403,7 @@ class Exchange:
                     f"exchanged already. {REMEDY}"
                 )
             )
-        self.discard()
+        self.replace()
         self._overlap.arm(self._launch, None, self._begin_again)
         self._begin(index)
 

@@ -166,6 +166,20 @@ class CompressedGroup:
         operation.when_done(nothing)  # its error is raised where it is awaited
         return operation
 
+    def mean_values(self, values: torch.Tensor, share: float, *, faulty: bool = False) -> Operation[Sequence[int]]:
+        """Replace `values` by the sum over members of `share * values`, encoded; the shares add up to 1.
+
+        A member whose values are `faulty`, not finite, gives zeros in their place. Returns the places of these members.
+        """
+        self._round += 1
+        more: dict[str, Any] = {"faulty": True} if faulty else {}
+        return self._node.spawn(self._mean(values, share, self._round, **more), "the mean of values")
+
+    @property
+    def remembers(self) -> bool:
+        """Whether the codec adds the error of a message to the next."""
+        return bool(self.state().tensors)
+
     def mean_change(self, values: torch.Tensor, since: torch.Tensor, share: float) -> Operation[torch.Tensor]:
         """The sum over members of `share * values`, the shares adding up to 1; both stay as they are.
 
