@@ -61,7 +61,8 @@ def save() -> None:
 
 def check(text: str) -> None:
     """Compare the text of an error with that of the table, by the test and the number of the error in it."""
-    test = _same_everywhere(os.environ["PYTEST_CURRENT_TEST"].rpartition(" (")[0])
+    name = os.environ["PYTEST_CURRENT_TEST"].rpartition(" (")[0]
+    test = _same_everywhere(re.sub(r"@\w+$", "", name))  # pytest-xdist appends the group of a test
     number = _errors[test]
     _errors[test] += 1
     text = _same_everywhere(text)

@@ -1163,8 +1163,10 @@ def test_bad_requests_are_refused_before_anything_starts():
         dure.attach(module, optimizer, sync="ad-psgd")
     with pytest.raises(UsageError, match="schedule=adaptive does not run in a loop"):
         dure.attach(module, optimizer, sync="averaging:schedule=adaptive")
-    with pytest.raises(UsageError, match=r'sends float32\..*dure\.hook\("sign:zeros=positive\+momentum:beta=0\.9"\)'):
-        dure.attach(module, optimizer, sync="downpour", codec="sign+momentum")  # which is no strategy either
+    with pytest.raises(StrategyError, match=r"sign\+momentum is for votes, and downpour has servers add"):
+        dure.attach(module, optimizer, sync="downpour", codec="sign+momentum")
+    with pytest.raises(UsageError, match=r'has servers count votes, .* over collectives: topology="collective"'):
+        dure.attach(module, optimizer, topology="ps", codec="sign+momentum")
     with pytest.raises(UsageError, match=r"gpipe:stages=2 gives a rank a part of it\. .*dure\.train\(job, partition"):
         dure.attach(module, optimizer, partition="gpipe:stages=2")
     with pytest.raises(UsageError, match="batch_size"):

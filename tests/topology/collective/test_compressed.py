@@ -17,7 +17,7 @@ from dure.codec.one_bit import OneBit
 from dure.codec.sign import Sign
 from dure.codec.strom import Strom
 from dure.codec.ternary import Ternary
-from dure.errors import StrategyError, UsageError
+from dure.errors import StrategyError
 from dure.run.strategy import Strategy
 from dure.runtime.virtual.cluster import Cluster
 
@@ -237,12 +237,6 @@ def test_a_vote_of_one_is_its_own():
 def test_what_makes_no_sense_is_refused(strategy, words):
     with raising(StrategyError, words):
         Strategy.parse(strategy)
-
-
-def test_a_user_of_ddp_is_sent_to_the_hook():
-    net = torch.nn.Linear(3, 2)
-    with raising(UsageError, "1bit:feedback=true"):
-        dure.attach(net, torch.optim.SGD(net.parameters(), lr=0.1), sync="bsp", codec="1bit")
 
 
 def test_gradients_that_are_no_numbers_end_the_run_before_they_are_encoded():
