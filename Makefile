@@ -1,4 +1,4 @@
-# make demo   train the digits job under four methods, for real and in virtual time
+# make demo   measure this machine; train the digits job under four methods on it, for real and in virtual time
 # make test   what must hold before a commit, in minutes
 # make all    everything that must hold, whole products of tests included
 # make soak   tests that take hours together
@@ -74,10 +74,14 @@ format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# what the probe measures goes to a file: `dure probe` shows it
 demo: setup
 	rm -rf runs/demo
+	mkdir -p runs/demo
+	@echo "Measuring this machine, in about 20 seconds ..."
+	$(BIN)/dure probe digits-mlp --workers 2 --out runs/demo/this-machine.yaml > runs/demo/probe.txt
 	$(BIN)/dure compare digits-mlp --strategy bsp --strategy averaging:period=8 --strategy downpour --strategy ssp:bound=3 \
-	  --on local --on virtual --workers 4 --steps 200 --scale-lr --seed 0 --out runs/demo --report report.html
+	  --on local --on runs/demo/this-machine.yaml --workers 2 --steps 400 --seed 0 --out runs/demo/runs --report report.html
 
 # the tests of tests/accelerator build it, too
 accelerator: setup

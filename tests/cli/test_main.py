@@ -471,7 +471,7 @@ def test_compare_alone_runs_a_few_strategies_and_keeps_earlier_reports(tmp_path)
     assert done.returncode == 0, done.stderr
     few = ("bsp", "averaging:period=8", "ssp:bound=3", "downpour")
     assert f"comparing {', '.join(few)}" in done.stderr
-    rows = done.stdout.splitlines()[3:7]
+    rows = done.stdout.splitlines()[4:8]
     assert all(row.split()[0].startswith(name) for row, name in zip(rows, few, strict=True)), done.stdout
     assert "report: report-3.html (report.html was there already and stays)" in done.stderr
     assert (tmp_path / "report.html").read_text() == "mine"

@@ -1,14 +1,88 @@
 import io
 import math
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from dure.core.target import Target
-from dure.report import FittedComparison, Run, comparison_table
-from dure.report.comparison import break_even_sentences, entries, figure_rows
+from dure.report import FittedComparison, Run
+from dure.report.comparison import accuracies, break_even_sentences, by_place, entries, figure_rows
 from dure.report.labels import NOTHING, bytes_text, number_text, rate_text, seconds_text, shared_strategy
+
+
+def in_terminal(runs, *, target=Target()):
+    out = Console(file=io.StringIO(), width=200)
+    out.print(FittedComparison(runs, target))
+    return out.file.getvalue()
+
+
+LAB, HERE = "lab.yaml: 8 machines, links of 100 Mbit/s", "2 workers on vm, 2 cores"
+
+
+def on(run, place, machines, hosts=()):
+    """The run in another place."""
+    return replace(run, figures={**run.figures, "on": place, "machines": machines, "hosts": list(hosts)})
+
+
+def test_two_clusters_share_no_table_and_no_ratio(made):
+    runs = [
+        on(made("bsp", seconds=10), "lab.yaml", LAB),
+        on(made("bsp", seconds=5), "wan.yaml", "wan.yaml: 2 machines"),
+    ]
+    runs += [on(made("ssp", seconds=5), "lab.yaml", LAB), on(made("bsp", seconds=40, time="real"), "local", HERE)]
+    found = entries(runs, target=Target(0.95))
+    assert [entry.speedup for entry in found] == [1.0, 1.0, 2.0, 1.0]
+    assert [entry.label for entry in found][1:] == ["bsp (wan.yaml)", "ssp (lab.yaml)", "bsp (local)"]
+    assert [[entry.name for entry in among] for _, among in by_place(found)] == [["bsp", "ssp"], ["bsp"], ["bsp"]]
+    (speeds,) = [row for _, rows in figure_rows(found, target=Target()) for row in rows if "per second" in row.name]
+    assert speeds.best == {2}, "a place with one run has no best"
+    shown = in_terminal(runs)
+    headings = [f"Virtual time, {LAB}", "Virtual time, wan.yaml: 2 machines", f"Real time, {HERE}"]
+    assert [line for line in shown.splitlines() if "time, " in line] == headings
+    assert shown.count("strategy") == 3
+    assert "How wrong" not in shown
+
+
+def test_a_run_that_diverged_stands_beside_the_others_of_its_machines(made):
+    whole = on(made("bsp"), "lab.yaml", LAB)
+    short = made("ssp", nan_from=3)
+    short = replace(short, figures={**short.figures, "on": "lab.yaml"})
+    assert len(by_place(entries([whole, short], target=Target()))) == 1
+
+
+def test_the_error_of_virtual_time_is_stated_on_the_same_hosts_only(made):
+    real = [on(made(name, seconds=10, time="real"), "local", HERE, ["vm"]) for name in ("bsp", "ssp", "easgd")]
+    virtual = [on(made(name, seconds=s), "here.yaml", "here.yaml", ["vm"]) for name, s in (("bsp", 8), ("ssp", 15))]
+    (accuracy,) = accuracies(entries([*real, *virtual], target=Target(0.95)))
+    assert accuracy.sentence == "How wrong virtual time is on vm: -20 % to +50 % for a step"
+    names, columns = accuracy.columns(Target(0.95))
+    assert names == ["bsp", "ssp"]
+    assert columns["step, real"] == ["100 ms", "100 ms"]
+    assert columns["step, virtual"] == ["80.0 ms", "150 ms"]
+    assert columns["to 95 %, error"] == ["-20 %", "+50 %"]
+    assert "How wrong virtual time is on vm" in in_terminal([*real, *virtual])
+    for hosts in ([], ["other"]):
+        elsewhere = [on(run, "here.yaml", "here.yaml", hosts) for run in virtual]
+        assert accuracies(entries([*real, *elsewhere], target=Target())) == []
+    others = [replace(run, figures={**run.figures, "workers": 8}) for run in virtual]
+    assert accuracies(entries([*real, *others], target=Target())) == []
+
+
+def test_labels_are_in_the_words_of_the_command(made):
+    def label(figures, **config):
+        run = made("bsp")
+        run = replace(run, config={**run.config, **config}, figures={**run.figures, "strategy": figures})
+        return entries([run], target=Target())[0].label
+
+    resolved = {"sync": "downpour:n_push=1", "topology": "ps:shards=1", "codec": "fp32", "partition": "none"}
+    assert label(resolved, strategy="downpour") == "downpour"
+    assert label(resolved, sync="downpour:n_push=1", topology="ps:shards=1") == "downpour:n_push=1 ps:shards=1"
+    assert label(resolved, topology="ps") == "downpour ps"
+    remedied = {**resolved, "sync": "downpour:n_push=1+dc-asgd:lam=2", "codec": "int8:chunk=1"}
+    assert label(remedied, strategy="downpour+dc-asgd int8") == "downpour+dc-asgd int8"
 
 
 def test_speed_up_is_on_the_first_run_of_the_same_kind_of_time(made):
@@ -140,7 +214,8 @@ def test_the_terminal_shows_the_columns_that_decide(made):
         "[red]ssp[/red]",
     ):
         assert text in shown, text
-    assert "time is virtual" in shown
+    assert "Virtual time, virtual" in shown
+    assert "virtual seconds are predicted" in shown
 
 
 def test_an_empty_table_is_a_table():
@@ -168,11 +243,11 @@ def test_where_no_run_has_an_accuracy_there_is_no_line_of_one(made):
     found = entries(runs, target=Target())
     names = {line.name for _, group in figure_rows(found, target=Target()) for line in group}
     assert not {name for name in names if "ccuracy" in name or "Time to" in name or "Speed-up" in name}
-    heads = [column.header for column in comparison_table(runs).columns]
-    assert heads == ["strategy", "whole run", "loss", "sent", "received", "stale", "compute", "comm.", "wait"]
-    assert "--target-loss" in str(comparison_table(runs).caption)
-    some = [made("bsp", accuracy=False), made("ssp")]
-    assert "accuracy" in [column.header for column in comparison_table(some).columns]
+    shown = in_terminal(runs)
+    heads = ["strategy", "whole run", "loss", "sent", "received", "stale", "compute", "comm.", "wait"]
+    assert re.split("  +", shown.splitlines()[2].strip()) == heads
+    assert "--target-loss" in shown
+    assert "accuracy" in in_terminal([made("bsp", accuracy=False), made("ssp")])
 
 
 def test_the_time_to_a_loss_is_told_for_all_jobs(made):
@@ -180,9 +255,9 @@ def test_the_time_to_a_loss_is_told_for_all_jobs(made):
     goal = Target(0.5, "loss")
     first, second = entries(runs, target=goal)
     assert (first.reached, second.reached, second.speedup) == (4.0, 2.0, 2.0)  # 2 exp(-4 x 0.4) = 0.40
-    heads = [column.header for column in comparison_table(runs, target=goal).columns]
-    assert heads[:3] == ["strategy", "to loss 0.5", "speed-up"]
-    assert "accuracy" not in heads
+    shown = in_terminal(runs, target=goal)
+    assert re.split("  +", shown.splitlines()[2].strip())[:3] == ["strategy", "to loss 0.5", "speed-up"]
+    assert "accuracy" not in shown
 
 
 def test_devices_have_a_line_where_a_run_is_not_on_the_cpu_alone(made):

@@ -71,13 +71,51 @@ def test_pulls_of_inconsistent_models_have_a_histogram(made):
 
 def test_the_page_says_which_time_it_is(made):
     virtual, real = made(count=0), made(count=0, time="real")
-    assert "Time is virtual" in page([virtual])
-    assert "Time is real" not in page([virtual])
-    assert "Time is real" in page([real])
+    predicted, measured = "Seconds are predicted by a model", "Seconds are measured by the clock"
+    assert predicted in page([virtual])
+    assert measured not in page([virtual])
+    assert measured in page([real])
     both = page([virtual, real])
-    assert "Time is virtual" in both
-    assert "Time is real" in both
-    assert "No ratio is taken" in both
+    assert predicted in both
+    assert measured in both
+
+
+def test_no_bars_of_two_places_share_a_scale_and_a_number_stands_before_its_bar(made):
+    """29.5 ms of a cluster file and 293 ms of this machine were bars of equal length in one column."""
+    runs = [made(name, seconds=s, time=time) for time, s in (("virtual", 1), ("real", 10)) for name in ("bsp", "ssp")]
+    runs[1] = made("ssp", seconds=0.5)
+    text = page(runs)
+    tables = re.findall(r'<section class="place">.*?</section>', text, re.DOTALL)
+    assert [re.search(r"<h2>(.*?)</h2>", table)[1] for table in tables] == ["Virtual time, virtual", "Real time, local"]
+    assert [re.findall(r'"width: ([\d.]+)%', table) for table in tables] == [["100.0", "50.0"], ["100.0", "100.0"]]
+    for table in tables:
+        assert re.search(r'<td>[\d.]+ m?s</td>\s*<td class="bar">', table)
+        assert "(real)" not in table
+    assert len(re.findall(r'class="bar"><div', text)) == 4
+
+
+def test_the_page_says_how_wrong_virtual_time_is_on_the_machines_of_the_real_runs(made):
+    runs = [made("bsp", seconds=10, time="real"), made("bsp", seconds=8)]
+    runs = [replace(run, figures={**run.figures, "machines": "two", "hosts": ["vm"]}) for run in runs]
+    words = Outline(page(runs)).text
+    assert "How wrong virtual time is on vm: -20 % for a step" in words
+    assert re.search(r"bsp 100 ms 80\.0 ms -20 % 10\.0 s 8\.00 s -20 %", words)
+    assert "How wrong" not in Outline(page([made("bsp", time="real"), made("bsp")])).text
+
+
+def test_the_page_repeats_neither_its_headline_nor_the_defaults_of_options(made):
+    run = replace(
+        made("bsp"), config={"job": "digits-mlp", "lr": 0.1, "grace": 10.0, "dtype": None}, written=["job", "lr"]
+    )
+    words = Outline(page([run], title="digits-mlp: 1 run")).text
+    assert words.count("digits-mlp") == 3, "title of the tab, headline, options"
+    assert "grace" not in words
+    assert "dtype" not in words
+    assert '"lr": 0.1' in words
+    assert words.count("Whole run") == 1
+    old = Outline(page([replace(run, written=())])).text
+    assert "grace" in old
+    assert "dtype" not in old
 
 
 @pytest.mark.long

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from support.wording import raising
 
 import dure
 from dure.errors import UsageError
+from dure.runtime.virtual.cluster import Cluster, SharedHost
 
 
 def compared(folder: Path, *strategies: str, **options: Any) -> list[str]:
@@ -28,3 +30,31 @@ def test_strategies_are_given_one_by_one_or_by_name(tmp_path: Path) -> None:
 def test_not_both(tmp_path: Path) -> None:
     with raising(UsageError, "bsp"):
         compared(tmp_path, "bsp", strategies=["ssp"])
+
+
+def test_a_virtual_run_tells_its_machines(tmp_path: Path) -> None:
+    lab = tmp_path / "lab.yaml"
+    lab.write_text("{machines: [{count: 1}, {count: 1, speed: 0.4}], link: {bandwidth: 100 Mbit/s}}")
+    run = dure.train("digits-mlp", on=str(lab), steps=2)
+    assert run.summary()["machines"] == f"{lab}: 2 machines of 2 kinds, links of 100 Mbit/s"
+    assert run.summary()["hosts"] == []
+    assert run.written == ["job", "steps", "seed", "on"]
+    assert dure.train("digits-mlp", on="virtual", workers=1, steps=2).figures["machines"] == (
+        "1 machine, links of 10 Gbit/s"
+    )
+
+
+@pytest.mark.long
+def test_real_and_virtual_runs_of_one_host_are_compared(tmp_path: Path) -> None:
+    """What `make demo` does, with a description that was not measured."""
+    here = tmp_path / "here.yaml"
+    shared = SharedHost(cores=2)
+    here.write_text(Cluster.uniform(2, host=shared, hosts=(socket.gethostname(),)).to_yaml())
+    found = dure.compare(
+        "digits-mlp", "bsp", on=["local", str(here)], workers=2, steps=4, report=tmp_path / "report.html"
+    )
+    real, virtual = (run.summary() for run in found.runs)
+    assert real["hosts"] == virtual["hosts"] == [socket.gethostname()]
+    assert virtual["machines"].endswith(f"2 workers on a machine of 2 cores, as measured on {socket.gethostname()}")
+    assert found.report is not None
+    assert f"How wrong virtual time is on {socket.gethostname()}" in found.report.read_text()

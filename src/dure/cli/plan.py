@@ -143,7 +143,7 @@ def ending(values: dict[str, Any]) -> str:
     if values["answer"]["would_change"]:
         lines += ["What would change the answer:", *(f"  {each}" for each in values["answer"]["would_change"])]
     lines.append(
-        f"Seconds are predicted, in virtual time, for {values['workers']} workers of {values['cluster']} and "
+        f"Seconds are predicted, in virtual time, for {values['cluster']}: {values['machines']}; with "
         f"{values['batch']} samples in a step of all workers. `x samples` is the assumed number of samples for equal "
         "learning."
     )

@@ -80,6 +80,7 @@ def _values(plan: Ranking) -> dict[str, Any]:
     return {
         "job": scene.job.name,
         "cluster": plan.on,
+        "machines": scene.cluster.about(),
         "workers": scene.workers,
         "parameters": scene.model.replica.numel,
         "batch": scene.batch,

@@ -22,7 +22,7 @@ Nothing here reads a clock, and nothing imports a runtime or a method.
 
 from dure.core.meter import Span
 from dure.core.target import Target
-from dure.report.comparison import FittedComparison, comparison_table
+from dure.report.comparison import FittedComparison
 from dure.report.files import JsonLines, Sink, TensorBoard
 from dure.report.html import write_report
 from dure.report.metrics import TimeShare, VersionCounts, time_to
@@ -43,7 +43,6 @@ __all__ = [
     "TensorBoard",
     "TimeShare",
     "VersionCounts",
-    "comparison_table",
     "read_run",
     "time_to",
     "write_report",

@@ -1,13 +1,14 @@
 """Compares runs: the figures of the HTML report as values and as text, and the table of the terminal.
 
-A run is compared with the first run *of the same kind of time*. Virtual seconds come from a model and real ones from
-the wall clock, so no ratio is taken between them.
+A run is compared with the first run *of the same place*: of the same machines, and of the same kind of time. Virtual
+seconds come from a model and real ones from the wall clock, so no speed-up is taken between them. Where a virtual
+cluster was measured on the host of real runs, the error of virtual time is stated (`Accuracy`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,6 +25,7 @@ from dure.report.labels import (
     NOTHING,
     bytes_text,
     count_text,
+    error_text,
     mean_text,
     number_text,
     percent_text,
@@ -39,19 +41,45 @@ _REAL_PLACES = ("local", "torchrun", "ray")
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """One run of a comparison: its figures, and its speed-up on the first run of its kind of time.
+class Place:
+    """The kind of time and the machines of a run's seconds. No scale and no ratio holds the seconds of two places.
 
-    `reached` is the time to the target. `speedup` is that of the first run divided by it: 2.0 means half the time.
+    `hosts` names the hosts of a real run, or those that `dure probe` measured for a virtual cluster, if they are known.
+    """
+
+    time: str
+    on: str
+    machines: str = ""
+    hosts: tuple[str, ...] = ()
+
+    @property
+    def heading(self) -> str:
+        """The place in words: "Virtual time, lab.yaml: 8 machines, links of 100 Mbit/s"."""
+        kind = "Time" if self.time == "unknown" else f"{self.time.capitalize()} time"
+        return ", ".join(filter(None, [kind, self.machines or self.on]))
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One run of a comparison: its figures, and its speed-up on the first run of its place.
+
+    `label` names the run among all runs, `name` among those of its place. `reached` is the time to the target.
+    `speedup` is that of the first run divided by it: 2.0 means half the time.
     """
 
     run: RunRecord
     figures: Mapping[str, Any]
     label: str
+    name: str
     strategy: str
-    time: str
+    place: Place
     reached: float | None
     speedup: float | None
+
+    @property
+    def time(self) -> str:
+        """The kind of the run's time."""
+        return self.place.time
 
     @property
     def diverged(self) -> bool:
@@ -89,18 +117,53 @@ def entries(runs: Sequence[RunRecord], *, target: Target) -> list[Entry]:
     """One entry per run, in order. `target` is the accuracy or loss whose time is compared."""
     figures = [run.summary() for run in runs]
     strategies = labels.strategies(runs, figures)
-    times = [_kind_of_time(run, values) for run, values in zip(runs, figures, strict=True)]
+    places = _places(runs, figures)
+    shorts = short_names(list(dict.fromkeys(places)))
+    every = labels.unique(strategies, [shorts[place] for place in places])
     reached = [time_to(run.history, target) for run in runs]
-    first: dict[str, float | None] = {}
-    for kind, seconds in zip(times, reached, strict=True):
-        first.setdefault(kind, seconds)
-    unique = labels.unique(strategies, times)
-    return [
-        Entry(run, values, label, strategy, kind, seconds, _ratio(first[kind], seconds))
-        for run, values, label, strategy, kind, seconds in zip(
-            runs, figures, unique, strategies, times, reached, strict=True
-        )
-    ]
+    found: list[Entry] = []
+    for index, place in enumerate(places):
+        among = [other for other, where in enumerate(places) if where == place]
+        names = labels.unique([strategies[other] for other in among], [""] * len(among))
+        name, speedup = names[among.index(index)], _ratio(reached[among[0]], reached[index])
+        texts = (every[index], name, strategies[index])
+        found.append(Entry(runs[index], figures[index], *texts, place, reached[index], speedup))
+    return found
+
+
+def by_place(found: Sequence[Entry]) -> list[tuple[Place, list[Entry]]]:
+    """The places in the order of their first runs, each with its runs."""
+    return [(place, [entry for entry in found if entry.place == place]) for place in _distinct(found)]
+
+
+def _distinct(found: Sequence[Entry]) -> list[Place]:
+    return list(dict.fromkeys(entry.place for entry in found))
+
+
+def short_names(places: Sequence[Place]) -> dict[Place, str]:
+    """A short name for each of several places: its kind of time, or if two are equal the place as given, or a number.
+
+    A single place has no name.
+    """
+    if len(places) == 1:
+        return {places[0]: ""}
+    for texts in ([place.time for place in places], [place.on for place in places]):
+        if len(set(texts)) == len(places):
+            return dict(zip(places, texts, strict=True))
+    return {place: f"{place.on} {number}" for number, place in enumerate(places, start=1)}
+
+
+def _places(runs: Sequence[RunRecord], figures: Sequence[Mapping[str, Any]]) -> list[Place]:
+    """The place of each run. A run that did not finish has that of a finished run of the same kind, if there is one."""
+    found = [_place(run, values) for run, values in zip(runs, figures, strict=True)]
+    known = {(place.time, place.on): place for place in reversed(found) if place.machines}
+    return [place if place.machines else known.get((place.time, place.on), place) for place in found]
+
+
+def _place(run: RunRecord, figures: Mapping[str, Any]) -> Place:
+    on = str(figures.get("on") or run.config.get("on") or "")
+    hosts = tuple(map(str, figures.get("hosts") or ()))
+    return Place(_kind_of_time(run, figures), on, str(figures.get("machines") or ""), hosts)
 
 
 def has_accuracy(found: Sequence[Entry]) -> bool:
@@ -309,7 +372,7 @@ def _work(found: Sequence[Entry]) -> list[FigureRow]:
     speeds = tuple(count_text(_speed(entry)) for entry in found)
     devices = [_devices(entry) for entry in found]
     return [
-        FigureRow("Kind of time", tuple(entry.time for entry in found)),
+        FigureRow("Time", tuple(entry.place.heading for entry in found)),
         _figure_row(found, "Whole run", seconds_text, "seconds"),
         _figure_row(found, "Evaluations, in real time", seconds_text, "evaluation_seconds"),
         _figure_row(found, "Workers", count_text, "workers"),
@@ -340,15 +403,78 @@ def _loss_rank(entry: Entry) -> float | None:
 
 
 def _best(found: Sequence[Entry], rank: Callable[[Entry], float | None], *, across: bool = False) -> frozenset[int]:
-    """Indices of the lowest `rank` within each kind of time (`across`: of all), if the ranks differ."""
+    """Indices of the lowest `rank` within each place (`across`: of all), if the ranks differ."""
     best: set[int] = set()
-    for kind in [None] if across else sorted({entry.time for entry in found}):
-        ranked = [(rank(e), place) for place, e in enumerate(found) if kind is None or e.time == kind]
-        values = [(value, place) for value, place in ranked if value is not None and math.isfinite(value)]
+    for place in [None] if across else _distinct(found):
+        ranked = [(rank(e), index) for index, e in enumerate(found) if place is None or e.place == place]
+        values = [(value, index) for value, index in ranked if value is not None and math.isfinite(value)]
         if len(values) > 1 and len({value for value, _ in values}) > 1:
             lowest = min(values)[0]
-            best |= {place for value, place in values if value == lowest}
+            best |= {index for value, index in values if value == lowest}
     return frozenset(best)
+
+
+# --- virtual time beside real time on the same machines
+
+
+@dataclass(frozen=True, slots=True)
+class Accuracy:
+    """Real runs, and virtual runs of the same strategies on a cluster that was measured on the same hosts, in pairs."""
+
+    hosts: Sequence[str]
+    pairs: Sequence[tuple[Entry, Entry]]
+
+    @property
+    def sentence(self) -> str:
+        """The errors of virtual time: "How wrong virtual time is on vm: -12 % to +3 % for a step"."""
+        errors = [error for real, virtual in self.pairs if (error := _error(_step(real), _step(virtual))) is not None]
+        said = f"How wrong virtual time is on {', '.join(self.hosts)}"
+        if not errors:
+            return said
+        texts = dict.fromkeys([error_text(min(errors)), error_text(max(errors))])
+        return f"{said}: {' to '.join(texts)} for a step"
+
+    def columns(self, target: Target) -> tuple[list[str], dict[str, list[str]]]:
+        """The names of the strategies, and the columns: a step and the time to the target, real, virtual, and error."""
+        columns = _beside("step", [(_step(real), _step(virtual)) for real, virtual in self.pairs])
+        if any(entry.reached is not None for pair in self.pairs for entry in pair):
+            reached = [(real.reached, virtual.reached) for real, virtual in self.pairs]
+            columns |= _beside(f"to {target.short}", reached)
+        return [real.name for real, _ in self.pairs], columns
+
+
+def accuracies(found: Sequence[Entry]) -> list[Accuracy]:
+    """The pairs of each real place with each virtual place of the same hosts, if the hosts are known."""
+    places = by_place(found)
+    return [
+        Accuracy(real.hosts, pairs)
+        for real, ran in places
+        for virtual, predicted in places
+        if (real.time, virtual.time) == ("real", "virtual") and real.hosts and real.hosts == virtual.hosts
+        if (pairs := [(one, other) for one in ran for other in predicted if _same_work(one, other)])
+    ]
+
+
+def _same_work(one: Entry, other: Entry) -> bool:
+    return all(one.figures.get(key) == other.figures.get(key) for key in ("job", "strategy", "workers", "seed"))
+
+
+def _step(entry: Entry) -> float | None:
+    """The seconds of a worker's mini-batch, the mean over the run."""
+    seconds, steps = entry.figure("seconds"), entry.figure("steps")
+    return seconds / steps if seconds is not None and steps else None
+
+
+def _error(real: float | None, virtual: float | None) -> float | None:
+    return virtual / real - 1 if virtual is not None and real else None
+
+
+def _beside(what: str, pairs: Sequence[tuple[float | None, float | None]]) -> dict[str, list[str]]:
+    return {
+        f"{what}, real": [seconds_text(real) for real, _ in pairs],
+        f"{what}, virtual": [seconds_text(virtual) for _, virtual in pairs],
+        f"{what}, error": [error_text(_error(*pair)) for pair in pairs],
+    }
 
 
 # --- the table of the terminal, with the most important figures
@@ -363,43 +489,49 @@ class FittedComparison:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         found = entries(self.runs, target=self.target)
-        columns = _columns(found, self.target)
-        letters = 2 * options.max_width // 5  # a longer strategy takes several lines
-        parts: list[dict[str, list[str]]] = [{}]
-        for head, texts in columns.items():
-            wider = {**parts[-1], head: texts}
-            if parts[-1] and _width(_table(found, wider, letters), console, options) > options.max_width:
-                parts.append({head: texts})
-            else:
-                parts[-1] = wider
-        for part in parts:
-            yield _table(found, part, letters)
+        for number, (place, among) in enumerate(by_place(found)):
+            yield Text(f"{chr(10) if number else ''}{place.heading}", style="bold")
+            yield from _fitted(_names(among), _columns(among, self.target), console, options)
+        for accuracy in accuracies(found):
+            yield Text(f"\n{accuracy.sentence}", style="bold")
+            yield from _fitted(*accuracy.columns(self.target), console, options)
+        if not found:
+            yield _table([], _columns(found, self.target))
         caption = _caption(found, self.target)
         if caption:
             yield Text(caption, style="table.caption")
 
 
-def comparison_table(runs: Sequence[RunRecord], *, target: Target = Target()) -> Table:
-    """The comparison of `runs` as one rich table of any width. Without runs the table has no rows.
+def _fitted(
+    names: Sequence[str], columns: Mapping[str, Sequence[str]], console: Console, options: ConsoleOptions
+) -> Iterator[Table]:
+    """The tables of some columns, as few as fit into the terminal's width."""
+    letters = 2 * options.max_width // 5  # a longer strategy takes several lines
+    parts: list[dict[str, Sequence[str]]] = [{}]
+    for head, texts in columns.items():
+        wider = {**parts[-1], head: texts}
+        if parts[-1] and _width(_table(names, wider, letters), console, options) > options.max_width:
+            parts.append({head: texts})
+        else:
+            parts[-1] = wider
+    for part in parts:
+        yield _table(names, part, letters)
 
-    The columns of accuracies, and that of the time to one, are left out if no run has an accuracy.
-    """
-    found = entries(runs, target=target)
-    table = _table(found, _columns(found, target))
-    table.caption = _caption(found, target)
-    return table
+
+def _names(among: Sequence[Entry]) -> list[str]:
+    """The names of the runs of a place."""
+    return [entry.name if entry.finished else f"{entry.name} (unfinished)" for entry in among]
 
 
-def _table(found: Sequence[Entry], columns: Mapping[str, Sequence[str]], letters: int = 0) -> Table:
-    """A table of some columns. A strategy of up to `letters` letters stays on one line."""
-    labels = [entry.label if entry.finished else f"{entry.label} (unfinished)" for entry in found]
-    longest = max(map(len, labels), default=0)
-    table = Table(caption_justify="left", header_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+def _table(names: Sequence[str], columns: Mapping[str, Sequence[str]], letters: int = 0) -> Table:
+    """A table of some columns. A name of up to `letters` letters stays on one line."""
+    longest = max(map(len, names), default=0)
+    table = Table(header_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("strategy", overflow="fold", min_width=min(longest, letters))
     for name, texts in columns.items():
         table.add_column(name, justify="right", no_wrap=True, min_width=max(map(len, (name, *texts))))
-    for place, label in enumerate(labels):
-        cells = [label, *(texts[place] for texts in columns.values())]
+    for row, name in enumerate(names):
+        cells = [name, *(texts[row] for texts in columns.values())]
         table.add_row(*(Text(text, style="bold red" if text == "diverged" else "") for text in cells))
     return table
 
@@ -439,12 +571,9 @@ def _percent_of(entry: Entry, part: str) -> str:
 
 
 def _caption(found: Sequence[Entry], target: Target) -> str | None:
-    kinds = {entry.time for entry in found}
     lines = break_even_sentences(found)
-    if kinds == {"virtual"}:
-        lines = ["time is virtual: a model of machines and network", *lines]
-    if kinds == {"virtual", "real"}:
-        lines = ["speed-up is within virtual runs and within real runs", *lines]
+    if any(entry.time == "virtual" for entry in found):
+        lines = ["virtual seconds are predicted by a model of machines and network", *lines]
     if found and has_loss(found) and not has_target(found, target):
         lines = [*lines, "the job has no accuracy: --target-loss compares the times to a loss"]
     return "\n".join(lines) or None

@@ -12,14 +12,14 @@ from dataclasses import dataclass, replace
 from importlib import resources
 from itertools import chain, count
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dure.core.packages import import_extra
 from dure.core.target import Target
 from dure.core.text import printable
 from dure.errors import UsageError
 from dure.report import comparison, figures, labels
-from dure.report.comparison import Entry
+from dure.report.comparison import Accuracy, Entry, FigureRow, Place
 from dure.report.figures import Look
 from dure.report.files import replacing, to_json
 from dure.report.gantt import BarRow, Gantt, svg
@@ -44,10 +44,16 @@ _EXPERIENCE = {
 """Titles of curves, by the keys of a history."""
 
 _SENTENCES = {
-    "virtual": "Time is virtual: gradients are real, seconds come from a model of the machines and the network.",
-    "real": "Time is real: measured by the clock while processes worked.",
+    "virtual": "Gradients are real. Seconds are predicted by a model of these machines and their network.",
+    "real": "Seconds are measured by the clock while processes worked.",
     "unknown": "The record does not say whether time is virtual or real.",
 }
+
+_HEADLINE = (
+    *("Loss", "Test accuracy", "Speed-up on the first run", "Mean return, last evaluation", "Frames", "Time"),
+    *("Whole run", "Sent by workers", "Received by workers"),
+)
+"""Figures in the tables and headings of the places: the table of more figures leaves them out."""
 
 
 DEFAULT = Path("report.html")
@@ -94,13 +100,13 @@ def render(runs: Sequence[RunRecord], *, title: str, target: Target) -> str:
     given = figures.looks(found)
     return _template().render(
         title=title,
-        subtitle=_subtitle(runs),
-        notices=_notices(found),
-        conclusions=[*_fastest(found, target), *_highest(found)],
+        subtitle=_subtitle(runs, title),
+        places=_place_tables(found, given, target),
+        accuracies=_accuracy_tables(found, target),
         target=str(target),
         has_target=comparison.has_target(found, target),
         has_accuracy=comparison.has_accuracy(found),
-        rows=list(zip(found, given, _bars(found), strict=True)),
+        rows=list(zip(found, given, strict=True)),
         has_experience=comparison.has_experience(found),
         has_loss=comparison.has_loss(found),
         returns=_returns(found, given, target),
@@ -119,7 +125,7 @@ def render(runs: Sequence[RunRecord], *, title: str, target: Target) -> str:
         rates=comparison.bandwidths(found),
         pays=comparison.break_even_sentences(found),
         costs=_COSTS,
-        groups=comparison.figure_rows(found, target=target),
+        groups=_more_figures(found, target),
         origins=[_origin(entry) for entry in found],
     )
 
@@ -167,9 +173,10 @@ _TEXTS = (
 )
 
 
-def _subtitle(runs: Sequence[RunRecord]) -> str:
-    """The properties that all runs share: "digits-mlp · 8 workers · ps:shards=2 · seed 0"."""
-    parts = [labels.shared_job(runs)]
+def _subtitle(runs: Sequence[RunRecord], title: str) -> str:
+    """The properties that all runs share and the title lacks: "digits-mlp · 8 workers · ps:shards=2 · seed 0"."""
+    job = labels.shared_job(runs)
+    parts = ["" if job in title else job]
     workers = _common([str(run.summary().get("workers") or "") for run in runs])
     parts.append(f"{workers} worker{'s' if workers != '1' else ''}" if workers else "")
     parts.append(labels.shared_strategy(runs))
@@ -182,49 +189,66 @@ def _common(texts: Sequence[str]) -> str:
     return texts[0] if len(set(texts)) == 1 else ""
 
 
-def _notices(found: Sequence[Entry]) -> list[str]:
-    """A sentence for each kind of time. If there are several, the labels name the kind too."""
-    kinds = list(dict.fromkeys(entry.time for entry in found))
-    if len(kinds) == 1:
-        return [_sentence(kinds[0])]
-    mixed = "No ratio is taken between kinds of time: a speed-up is on the first run of the same kind."
-    return [*(f"Runs marked ({kind}): {_sentence(kind)}" for kind in kinds), mixed]
+@dataclass(frozen=True, slots=True)
+class PlaceTable:
+    """The runs of a place, each with its look and the length of its bar; sentences on the best of them."""
+
+    place: Place
+    sentence: str
+    conclusions: Sequence[str]
+    rows: Sequence[tuple[Entry, Look, float]]
 
 
-def _sentence(kind: str) -> str:
-    return _SENTENCES.get(kind, _SENTENCES["unknown"])
+def _place_tables(found: Sequence[Entry], given: Sequence[Look], target: Target) -> list[PlaceTable]:
+    """A table for each place: no scale holds the seconds of two."""
+    tables = []
+    for place, among in comparison.by_place(found):
+        looks = [look for entry, look in zip(found, given, strict=True) if entry.place == place]
+        sentence = _SENTENCES.get(place.time, _SENTENCES["unknown"])
+        conclusions = [*_fastest(among, target), *_highest(among)]
+        tables.append(PlaceTable(place, sentence, conclusions, list(zip(among, looks, _bars(among), strict=True))))
+    return tables
 
 
-def _fastest(found: Sequence[Entry], target: Target) -> list[str]:
-    """The run that reached the target first, in one sentence for each kind of time."""
-    sentences = []
-    for kind in dict.fromkeys(entry.time for entry in found):
-        among = [entry for entry in found if entry.time == kind]
-        arrived = sorted((entry for entry in among if entry.reached is not None), key=lambda e: e.reached or 0.0)
-        if arrived:
-            sentences.append(_first_arrival(arrived[0], among[0], len(among), target))
-    if not sentences and comparison.has_target(found, target):
-        sentences.append(f"No run reached {target}.")
-    return sentences
+def _accuracy_tables(found: Sequence[Entry], target: Target) -> list[tuple[Accuracy, list[str], list[list[str]]]]:
+    """For virtual and real runs on the same hosts: the sentence, the heads and the rows of a table of errors."""
+    tables = []
+    for accuracy in comparison.accuracies(found):
+        names, columns = accuracy.columns(target)
+        tables.append((accuracy, list(columns), [[*row] for row in zip(names, *columns.values(), strict=True)]))
+    return tables
 
 
-def _highest(found: Sequence[Entry]) -> list[str]:
-    """The run with the highest mean return of an evaluation, in one sentence for each kind of time."""
-    sentences = []
-    for kind in dict.fromkeys(entry.time for entry in found):
-        rows = [(entry, row) for entry in found if entry.time == kind for row in entry.run.history]
-        rows = [(entry, row) for entry, row in rows if row.get("mean_return") is not None]
-        if rows:
-            entry, row = max(rows, key=lambda pair: (pair[1]["mean_return"], -pair[1]["seconds"]))
-            reached = f"{labels.return_text(row['mean_return'])} after {labels.seconds_text(row['seconds'])}"
-            time = f"{kind} time" if kind != "unknown" else "time"
-            sentences.append(f"{entry.strategy} reached the highest mean return of an evaluation: {reached} of {time}.")
-    return sentences
+def _more_figures(found: Sequence[Entry], target: Target) -> list[tuple[str, list[FigureRow]]]:
+    """The figures that the tables of the places lack, in groups."""
+    shown = (*_HEADLINE, f"Time to {target.short}")
+    groups = [
+        (heading, [row for row in rows if row.name not in shown])
+        for heading, rows in comparison.figure_rows(found, target=target)
+    ]
+    return [(heading, rows) for heading, rows in groups if rows]
+
+
+def _fastest(among: Sequence[Entry], target: Target) -> list[str]:
+    """The run of a place that reached the target first, in a sentence."""
+    arrived = sorted((entry for entry in among if entry.reached is not None), key=lambda e: e.reached or 0.0)
+    if arrived:
+        return [_first_arrival(arrived[0], among[0], len(among), target)]
+    return [f"No run reached {target}."] if comparison.has_target(among, target) else []
+
+
+def _highest(among: Sequence[Entry]) -> list[str]:
+    """The run of a place with the highest mean return of an evaluation, in a sentence."""
+    rows = [(entry, row) for entry in among for row in entry.run.history if row.get("mean_return") is not None]
+    if not rows:
+        return []
+    entry, row = max(rows, key=lambda pair: (pair[1]["mean_return"], -pair[1]["seconds"]))
+    reached = f"{labels.return_text(row['mean_return'])} after {labels.seconds_text(row['seconds'])}"
+    return [f"{entry.strategy} reached the highest mean return of an evaluation: {reached}{_of_time(entry)}."]
 
 
 def _first_arrival(best: Entry, first: Entry, among: int, target: Target) -> str:
-    kind = f"{best.time} " if best.time != "unknown" else ""
-    when = f"{target} after {labels.seconds_text(best.reached)} of {kind}time"
+    when = f"{target} after {labels.seconds_text(best.reached)}{_of_time(best)}"
     if among == 1:
         return f"{best.strategy} reached {when}."
     if best is first or best.speedup is None:
@@ -232,26 +256,28 @@ def _first_arrival(best: Entry, first: Entry, among: int, target: Target) -> str
     return f"{best.strategy} reached {when}, {best.speedup:.1f} times as fast as {first.strategy}."
 
 
-def _bars(found: Sequence[Entry]) -> list[float]:
-    """The length of each run's bar in per cent of the slowest run of its kind of time; 0 without a time."""
-    slowest: dict[str, float] = {}
-    for entry in found:
-        slowest[entry.time] = max(slowest.get(entry.time, 0.0), entry.reached or 0.0)
-    return [100 * (entry.reached or 0.0) / (slowest[entry.time] or 1.0) for entry in found]
+def _of_time(entry: Entry) -> str:
+    return f" of {entry.time} time" if entry.time != "unknown" else ""
+
+
+def _bars(among: Sequence[Entry]) -> list[float]:
+    """The length of each run's bar in per cent of the slowest run of its place; 0 without a time."""
+    slowest = max((entry.reached or 0.0 for entry in among), default=0.0)
+    return [100 * (entry.reached or 0.0) / (slowest or 1.0) for entry in among]
 
 
 def _curves(found: Sequence[Entry], given: Sequence[Look], target: Target) -> list[tuple[str, list[Panel]]]:
-    """Rows of panels with loss and accuracy: over each kind of time, over steps and over bytes."""
+    """Rows of panels with loss and accuracy: over the time of each place, over steps and over bytes."""
     return _panels(found, given, target, _MEASURES, ("step", "bytes"))
 
 
 def _returns(found: Sequence[Entry], given: Sequence[Look], target: Target) -> list[tuple[str, list[Panel]]]:
-    """Rows of panels with returns: over each kind of time, and over frames."""
+    """Rows of panels with returns: over the time of each place, and over frames."""
     return _panels(found, given, target, _RETURNS, ("frames",))
 
 
 def _experience(found: Sequence[Entry], given: Sequence[Look], target: Target) -> list[tuple[str, list[Panel]]]:
-    """Rows of panels with the amounts of reinforcement learning, over each kind of time."""
+    """Rows of panels with the amounts of reinforcement learning, over the time of each place."""
     rated = [
         replace(entry, run=replace(entry.run, history=[*entry.run.history, *frame_rates(entry.run.history)]))
         for entry in found
@@ -262,15 +288,17 @@ def _experience(found: Sequence[Entry], given: Sequence[Look], target: Target) -
 def _panels(
     found: Sequence[Entry], given: Sequence[Look], target: Target, names: Mapping[str, str], x_axes: Sequence[str]
 ) -> list[tuple[str, list[Panel]]]:
-    """Rows of panels, one for each key of `names` that has values: over each kind of time, and over `x_axes`."""
+    """Rows of panels, one for each key of `names` that has values: over the time of each place, and over `x_axes`."""
     rows: list[tuple[str, str, list[int]]] = []
-    for kind in dict.fromkeys(entry.time for entry in found):
-        title = f"against {kind} time" if kind != "unknown" else "against time"
-        rows.append((title, "seconds", [place for place, entry in enumerate(found) if entry.time == kind]))
+    distinct = [place for place, _ in comparison.by_place(found)]
+    for place, short in comparison.short_names(distinct).items():
+        title = f"against {place.time} time" if place.time != "unknown" else "against time"
+        title += f", {short}" if short not in ("", place.time) else ""
+        rows.append((title, "seconds", [index for index, entry in enumerate(found) if entry.place == place]))
     rows += [(_X_TITLES[x], x, list(range(len(found)))) for x in x_axes]
     drawn = []
-    for title, x, places in rows:
-        some, styles = [found[place] for place in places], [given[place] for place in places]
+    for title, x, indices in rows:
+        some, styles = [found[index] for index in indices], [given[index] for index in indices]
         panels = []
         for y, name in names.items():
             svg = figures.curves(some, styles, x=x, y=y, target=target)
@@ -338,10 +366,17 @@ def _origin(entry: Entry) -> dict[str, str]:
     run, figures_ = entry.run, entry.figures
     return {
         "label": entry.label,
-        "where": str(figures_.get("on") or run.config.get("on") or labels.NOTHING),
+        "where": entry.place.heading,
         "seed": str(run.seed) if run.seed is not None else labels.NOTHING,
         "hash": str(figures_.get("params_sha256") or labels.NOTHING),
         "versions": ", ".join(f"{name} {number}" for name, number in run.versions.items()) or labels.NOTHING,
         "folder": str(run.path) if run.path else labels.NOTHING,
-        "config": to_json(run.config, indent=2) if run.config else "",
+        "config": to_json(_written(run), indent=2) if run.config else "",
     }
+
+
+def _written(run: RunRecord) -> dict[str, Any]:
+    """The options of a run that are not defaults; of an older record, those that have a value."""
+    if run.written:
+        return {name: run.config[name] for name in run.written if name in run.config and name != "out"}
+    return {name: value for name, value in run.config.items() if value not in (None, "", False, [])}

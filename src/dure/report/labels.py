@@ -55,10 +55,9 @@ def shared_job(runs: Sequence[RunRecord]) -> str:
     return ":".join(filter(None, [first.name, ",".join(alike)]))
 
 
-def unique(strategies: Sequence[str], times: Sequence[str]) -> list[str]:
-    """Unique labels of runs: the strategy, the kind of time if the runs differ in it, and a number if needed."""
-    mixed = len(set(times)) > 1
-    labels = [f"{text} ({time})" if mixed else text for text, time in zip(strategies, times, strict=True)]
+def unique(strategies: Sequence[str], places: Sequence[str]) -> list[str]:
+    """Unique labels of runs: the strategy, the place if it is named, and a number if needed."""
+    labels = [f"{text} ({place})" if place else text for text, place in zip(strategies, places, strict=True)]
     total, seen = Counter(labels), Counter[str]()
     for place, label in enumerate(labels):
         seen[label] += 1
@@ -71,7 +70,23 @@ def _axes(run: RunRecord, figures: Mapping[str, Any]) -> dict[str, str]:
     if isinstance(strategy, str):
         strategy = {"sync": strategy}
     texts = {axis: " ".join(str(strategy.get(axis) or "").split()) for axis in _AXES}
+    texts = _as_written(texts, run.config)
     return {axis: _LONG_GRAPH.sub(r"\1...", text) for axis, text in texts.items()}
+
+
+def _as_written(texts: dict[str, str], config: Mapping[str, Any]) -> dict[str, str]:
+    """Members in the words of the configuration, and only those that it names, with the method in any case."""
+    written = " ".join(str(config.get(key) or "") for key in ("strategy", *_AXES))
+    words = {_name(word): word for word in written.split()}
+    if not words:
+        return texts
+    found = {axis: words.get(_name(text), "") for axis, text in texts.items()}
+    return found | {"sync": found["sync"] or _name(texts["sync"])}
+
+
+def _name(member: str) -> str:
+    """The name of a member: "ssp" of "ssp:bound=3"."""
+    return re.split("[:+]", member)[0]
 
 
 def _shown_axes(parts: Sequence[Mapping[str, str]], jobs: Sequence[str]) -> set[str]:
@@ -185,6 +200,11 @@ def mean_text(value: float | None) -> str:
 def percent_text(fraction: float | None) -> str:
     """A fraction as "96.4 %"."""
     return NOTHING if fraction is None or not math.isfinite(fraction) else f"{100 * fraction:.1f} %"
+
+
+def error_text(error: float | None) -> str:
+    """The error of a prediction in per cent of the measured value; "-12 %" is predicted too fast."""
+    return NOTHING if error is None else f"{100 * error:+.0f} %"
 
 
 def ratio_text(ratio: float | None) -> str:

@@ -5,7 +5,8 @@ in the page (CSP) lets a browser run that script alone, whatever the plan's text
 
 `plan` holds plain values, and each part may be empty or missing:
 
-    job, cluster, version; workers, parameters; target, target_measure ("loss" if it is missing, or "accuracy")
+    job, cluster, machines (of the cluster, in words), version; workers, parameters; target, target_measure ("loss" if
+    it is missing, or "accuracy")
     answer      strategy, command, why, would_change, plain_ddp, ddp_script
     rows        rank, strategy, batch, seconds_per_step, samples_per_second, seconds_to_target, memory (bytes of each
                 of `PARTS`), memory_limit, bytes_per_step, cost_per_hour, bottleneck, command; optional: factor
@@ -195,9 +196,9 @@ def _title(plan: Plan) -> str:
 
 
 def _facts(plan: Plan) -> list[str]:
-    """Subject of the plan: "lab.yaml", "8 workers", "25.6M parameters"."""
+    """Subject of the plan: "lab.yaml: 8 machines, links of 100 Mbit/s", "8 workers", "25.6M parameters"."""
     workers, parameters = positive(plan.get("workers")), positive(plan.get("parameters"))
-    facts = [str(plan.get("cluster") or "")]
+    facts = [": ".join(str(plan[key]) for key in ("cluster", "machines") if plan.get(key))]
     facts.append(f"{workers:.0f} worker{'s' if workers != 1 else ''}" if workers else "")
     facts.append(f"{compact_text(parameters)} parameters" if parameters else "")
     return [fact for fact in facts if fact]

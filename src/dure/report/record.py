@@ -49,7 +49,7 @@ class RunRecord:
 
     `config` is the configuration that was used, `history` the rows of `history.jsonl`, `figures` the content of
     `summary.json` (empty for a run that did not finish). `code` has the files that the configuration names
-    (`run.resume`).
+    (`run.resume`). `written` names the options of the configuration that are not defaults; older records have none.
     """
 
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -59,6 +59,7 @@ class RunRecord:
     versions: Mapping[str, str] = field(default_factory=dict)
     seed: int | None = None
     code: Mapping[str, Any] = field(default_factory=dict)
+    written: Sequence[str] = ()
 
     def summary(self) -> dict[str, Any]:
         """The figures of `dure train --json`; for a run that did not finish, those of its last row of history."""
@@ -176,13 +177,19 @@ class RunFolder:
         return self.path / TRACE
 
     def write_config(
-        self, config: Mapping[str, Any], *, seed: int | None, code: Mapping[str, Any] = MappingProxyType({})
+        self,
+        config: Mapping[str, Any],
+        *,
+        seed: int | None,
+        code: Mapping[str, Any] = MappingProxyType({}),
+        written: Sequence[str] = (),
     ) -> None:
         """Write `config.json`: the configuration, the seed, the `code` that the configuration names, and versions.
 
-        The versions are those of this environment.
+        The versions are those of this environment. `written` names the options that are not defaults.
         """
-        self._write(CONFIG, {"config": config, "seed": seed, "versions": versions(), "code": dict(code)})
+        found = {"config": config, "written": list(written), "seed": seed, "versions": versions(), "code": dict(code)}
+        self._write(CONFIG, found)
 
     def append(self, row: Row) -> None:
         """Append a row to the history; the operating system has it when `append` returns, unless the disk is full.
@@ -283,6 +290,7 @@ class _Open(BaseModel):
 
 class _Config(_Open):
     config: dict[str, Any]
+    written: list[str] = []
     seed: int | None = None
     versions: dict[str, str] = {}
 
@@ -354,6 +362,8 @@ class _Experience(_Open):
 class _Figures(_Open):
     strategy: dict[str, str] | str = ""
     workers: int = 1
+    machines: str = ""
+    hosts: list[str] = []
     devices: list[str] = []
     loss: float | None = None
     accuracy: float | None = None

@@ -40,4 +40,5 @@ def read_run(path: str | Path) -> Run:
     summary = path / SUMMARY
     figures = check_figures(read_object(summary), str(summary)) if summary.exists() else {}
     history = read_history(path / HISTORY)
-    return Run(config, history, figures, path, record.get("versions", {}), record.get("seed"), record.get("code", {}))
+    rest = (record.get("versions", {}), record.get("seed"), record.get("code", {}), record.get("written", ()))
+    return Run(config, history, figures, path, *rest)

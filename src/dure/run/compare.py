@@ -97,6 +97,6 @@ def _diverged(config: TrainConfig, strategy: Strategy, error: DivergedError) -> 
     from dure.report.record import versions
     from dure.report.run import Run
 
-    run = Run(config.plain(), error.history, {}, config.out, versions(), config.seeded)
+    run = Run(config.plain(), error.history, {}, config.out, versions(), config.seeded, written=config.written())
     names = {"job": config.job, "strategy": strategy.text(), "on": config.on, "workers": config.workers}
     return replace(run, figures={**names, **run.summary(), "loss": math.nan, "diverged": str(error)})

@@ -193,6 +193,10 @@ class Checked:
         """The options as values of JSON and YAML, which `of` reads."""
         return {name: _plain(getattr(self, name)) for name in self.types()}
 
+    def written(self) -> list[str]:
+        """The names of the options whose values are not the defaults."""
+        return [option.name for option in fields(self) if getattr(self, option.name) != option.default]  # type: ignore[arg-type]
+
 
 @cache
 def _types(kind: type[Checked]) -> Mapping[str, Any]:

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from dure.core.mixing import mixing
+from dure.core.processors import usable_processors
 from dure.errors import DureError
 from dure.job.replica import digest
 from dure.partition.source import StageSource
 from dure.report.metrics import TimeShare, VersionCounts
 from dure.run.devices import CPU, in_summary
+from dure.run.places import is_here
 
 if TYPE_CHECKING:
     import torch
 
     from dure.core.meter import Span
     from dure.run.setup import Setup
+    from dure.runtime.virtual.cluster import Cluster
     from dure.sync.worker_state import WorkerState
 
 
@@ -131,6 +135,24 @@ def summary(setup: Setup, outcome: Outcome, time: str) -> dict[str, Any]:
         **numerics(setup.devices),
         **outcome.notes,
     }
+
+
+def machines_of(setup: Setup, cluster: Cluster | None) -> dict[str, Any]:
+    """The machines of the run's seconds, in words, and the names of their hosts where these are known.
+
+    A cluster that was measured on a host describes the same machines as a run there.
+    """
+    on = setup.config.on
+    if cluster is not None:
+        return {
+            "machines": cluster.about() if on == "virtual" else f"{on}: {cluster.about()}",
+            "hosts": list(cluster.hosts),
+        }
+    workers = f"{setup.workers} worker{'s' if setup.workers != 1 else ''}"
+    if not is_here(on):
+        return {"machines": f"{workers}, {on}", "hosts": []}
+    host, cores = socket.gethostname(), usable_processors()
+    return {"machines": f"{workers} on {host}, {cores} core{'s' if cores != 1 else ''}", "hosts": [host]}
 
 
 def check_applied(totals: Totals) -> None:

@@ -26,7 +26,7 @@ from dure.run.break_even import break_even_summary
 from dure.run.config import TrainConfig
 from dure.run.devices import notice
 from dure.run.leases import reached
-from dure.run.outcome import Outcome, check_applied, summary
+from dure.run.outcome import Outcome, check_applied, machines_of, summary
 from dure.run.places import is_here, is_real, is_started_outside, launcher_of, takes_address
 from dure.run.prebuilt import Callbacks, Prebuilt, named, placed
 from dure.run.resolve import ENDLESS, resolve
@@ -144,7 +144,9 @@ def _recording(setup: Setup, interruption: Interruption) -> Iterator[tuple[RunFo
         sinks: list[Sink] = []
         if folder is not None:
             stack.enter_context(folder)
-            folder.write_config(config.plain(), seed=config.seeded, code=fingerprints(config.plain()))
+            folder.write_config(
+                config.plain(), seed=config.seeded, code=fingerprints(config.plain()), written=config.written()
+            )
             if config.tensorboard:
                 with folder.unwritten.tolerated(TENSORBOARD):
                     sinks.append(TensorBoard(folder.path / TENSORBOARD))
@@ -254,7 +256,7 @@ def _save(place: Path, step: int, parts: Parts) -> None:
 def _finish(setup: Setup, outcome: Outcome, folder: RunFolder | None, cluster: Cluster | None) -> Run:
     config = setup.config
     kind = "virtual" if config.virtual else "real"
-    figures = summary(setup, outcome, kind)
+    figures = summary(setup, outcome, kind) | machines_of(setup, cluster)
     if setup.codec is not None:
         figures["payoff"] = break_even_summary(setup, outcome.totals, cluster)
     figures["unwritten"] = {} if folder is None else folder.unwritten.causes
@@ -266,4 +268,4 @@ def _finish(setup: Setup, outcome: Outcome, folder: RunFolder | None, cluster: C
         folder.write_summary(figures)
     check_applied(outcome.totals)
     path = folder.path if folder is not None else None
-    return Run(config.plain(), outcome.history, figures, path, versions(), config.seeded)
+    return Run(config.plain(), outcome.history, figures, path, versions(), config.seeded, written=config.written())

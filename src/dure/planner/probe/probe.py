@@ -96,7 +96,7 @@ def probe(
             found["runs"] = short_runs(name, data, workers, statistics.median(found["compute"][0]))
     found["stragglers"] = stragglers(found)
     found["advice"] = advice(found)
-    found["cluster"] = cluster = described(found, workers)
+    found["cluster"] = cluster = described(found, workers).model_copy(update={"hosts": tuple(found["names"])})
     found["collectives"] = {
         kind: fitted(kind, points, cluster, found["members"]) for kind, points in found["collectives"].items()
     }

@@ -219,7 +219,9 @@ def _follow(config: TrainConfig, rendezvous: Rendezvous, setup: Setup) -> Run:
             raise
         record = rendezvous.get("record", RUN_SECONDS, monitor.check)
         rendezvous.part()
-    return Run(config.plain(), record["history"], record["summary"], None, versions(), config.seeded)
+    return Run(
+        config.plain(), record["history"], record["summary"], None, versions(), config.seeded, written=config.written()
+    )
 
 
 def _check_companions(setup: Setup) -> None:

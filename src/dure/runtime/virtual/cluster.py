@@ -186,6 +186,7 @@ class Cluster(Validated):
     `codecs`: the cost of codecs by name; others cost what their classes state (`codec.cost`).
     `host`: if given, all workers and servers are processes of this one machine.
     `inside`: the link between workers of one machine.
+    `hosts`: names of the hosts that `dure probe` measured for this description; empty if it was written by hand.
     """
 
     machines: tuple[Machines, ...] = Field(default=(Machines(count=8),), min_length=1)
@@ -205,6 +206,7 @@ class Cluster(Validated):
     unfairness: float = Field(default=0.0, ge=0, le=2)
     codecs: dict[str, CodecCost] = Field(default_factory=dict)
     events: tuple[Event, ...] = ()
+    hosts: tuple[str, ...] = ()
 
     @model_validator(mode="after")
     def _not_too_many(self) -> Cluster:
@@ -263,6 +265,18 @@ class Cluster(Validated):
         """Describe this cluster as YAML. Reading the text gives an equal cluster."""
         plain = self.model_dump(mode="json", by_alias=True, exclude_none=True)
         return yaml.safe_dump(plain, sort_keys=False, default_flow_style=None)
+
+    def about(self) -> str:
+        """The machines in a few words: "8 machines of 2 kinds, links of 100 Mbit/s"."""
+        if self.host is not None:
+            found = f"{_counted(self.workers, 'worker')} on a machine of {_counted(self.host.cores, 'core')}"
+        else:
+            links = {units.as_rate(self.link_of(machine).bandwidth): None for machine in range(len(self._kinds))}
+            found = _counted(len(self._kinds), "machine")
+            found += f" of {len(self.machines)} kinds" if len(self.machines) > 1 else ""
+            found += f" with {self.workers} workers" if self.workers > len(self._kinds) else ""
+            found += f", links of {' and '.join(links)}"
+        return found + (f", as measured on {', '.join(self.hosts)}" if self.hosts else "")
 
     @cached_property
     def workers(self) -> int:
@@ -357,6 +371,10 @@ class Cluster(Validated):
     def _places(self) -> tuple[int, ...]:
         """The number of each worker among those of its kind."""
         return tuple(i for kind in self.machines for i in range(kind.count * kind.workers))
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' if number != 1 else ''}"
 
 
 def _resolved(given: dict[str, Any], folder: Path) -> dict[str, Any]:
