@@ -179,10 +179,9 @@ class RunFolder:
     def write_config(
         self,
         config: Mapping[str, Any],
-        *,
-        seed: int | None,
-        code: Mapping[str, Any] = MappingProxyType({}),
         written: Sequence[str] = (),
+        seed: int | None = None,
+        code: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """Write `config.json`: the configuration, the seed, the `code` that the configuration names, and versions.
 

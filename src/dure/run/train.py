@@ -144,13 +144,13 @@ def _recording(setup: Setup, interruption: Interruption) -> Iterator[tuple[RunFo
         sinks: list[Sink] = []
         if folder is not None:
             stack.enter_context(folder)
-            plain, written = config.plain(), config.written()
-            folder.write_config(plain, seed=config.seeded, code=fingerprints(plain), written=written)
+            folder.write_config(config.plain(), config.written(), config.seeded, fingerprints(config.plain()))
             if config.tensorboard:
                 with folder.unwritten.tolerated(TENSORBOARD):
                     sinks.append(TensorBoard(folder.path / TENSORBOARD))
                 stack.callback(_close, sinks, folder.unwritten)
-        progress = stack.enter_context(Progress(_short(setup), " (virtual)" if config.virtual else "", clock=time.monotonic))
+        place = " (virtual)" if config.virtual else ""
+        progress = stack.enter_context(Progress(_short(setup), place, clock=time.monotonic))
         rows: list[dict[str, Any]] = []
         stack.enter_context(_with_history(rows))
 
