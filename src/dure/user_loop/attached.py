@@ -257,6 +257,11 @@ class Attached:
 
     # ---- its state
 
+    @property
+    def keeps_state(self) -> bool:
+        """Whether this rank has a state to save: not over servers, nor where a method keeps a center at the ranks."""
+        return saved.is_kept_at_ranks(self.strategy, self._worker)
+
     def state_dict(self) -> dict[str, Any]:
         """What this rank needs to go on exactly, beside the model and the optimizer that the loop saves; a copy.
 

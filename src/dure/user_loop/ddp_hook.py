@@ -8,7 +8,7 @@ has coders of its own, whose residuals stay with its parameters. Each rank saves
 
     torch.save({"model": net.state_dict(), "hook": hook.state_dict()}, f"rank {rank}.pt")
 
-A hook can be made before the ranks are there, as a callback of Lightning needs it. It has process groups of its own,
+A hook can be made before the ranks are there, as a strategy for Lightning needs it. It has process groups of its own,
 since DDP and other hooks use theirs at the same moments. If `torch.distributed` was not yet initialized, the first
 bucket makes them.
 
@@ -464,8 +464,8 @@ class _Reminder:
             log.warning(
                 'dure.hook("%s") was never called, so the gradients were exchanged without its codec. Register it: '
                 "model.register_comm_hook(None, hook), with the model that DistributedDataParallel made. On CPUs "
-                "Lightning ignores DDPStrategy(ddp_comm_hook=...): write a callback whose on_fit_start calls "
-                "trainer.strategy.model.register_comm_hook(None, hook).",
+                "Lightning ignores DDPStrategy(ddp_comm_hook=...): write dure.integrations.lightning."
+                "DureStrategy(codec=...).",
                 self._codec,
             )
 

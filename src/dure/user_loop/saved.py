@@ -108,6 +108,11 @@ def checked(state: Mapping[str, Any], strategy: Strategy, worker: WorkerState) -
     return RankState(state)
 
 
+def is_kept_at_ranks(strategy: Strategy, worker: WorkerState) -> bool:
+    """Whether each rank has what it needs to go on between two steps."""
+    return not worker.over_servers and traits_of(strategy.sync).delivers in ("replica", "mean")
+
+
 def _check_kept_at_ranks(strategy: Strategy, worker: WorkerState) -> None:
     sync = member_text("sync", strategy.sync)
     if worker.over_servers:

@@ -25,8 +25,8 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -119,6 +119,21 @@ def place(environ: Mapping[str, str] = os.environ) -> RankEnvironment | None:
     restarts, local_size, local_rank = (_whole(name, environ.get(name) or str(each)) for name, each in optional.items())
     _whole("MASTER_PORT", environ["MASTER_PORT"])
     return RankEnvironment(rank, world_size, master, restarts, _launch(environ), local_size, local_rank)
+
+
+@contextmanager
+def announced(place: RankEnvironment, port: int) -> Iterator[None]:
+    """Inside, the environment tells `place`: for ranks of a launcher that sets other variables than torchrun."""
+    mine = {"RANK": place.rank, "WORLD_SIZE": place.world_size, "MASTER_ADDR": place.master, "MASTER_PORT": port}
+    mine |= {"LOCAL_WORLD_SIZE": place.local_size, "LOCAL_RANK": place.local_rank}
+    before = {name: os.environ[name] for name in mine if name in os.environ}
+    os.environ.update({name: str(value) for name, value in mine.items()})
+    try:
+        yield
+    finally:
+        for name in mine:
+            del os.environ[name]
+        os.environ.update(before)
 
 
 def _launch(environ: Mapping[str, str]) -> str:
