@@ -58,6 +58,7 @@ LONG = (
     "repeats_a_wide_backward",
     "uneven",
     "uneven_whole",
+    "waits_for_each_other",
     "unused_beside_ddp",
 )
 """Cases that start servers several times, train for epochs, or wait for seconds: for `make all`."""
@@ -588,6 +589,28 @@ def case_codecs():
         **{sync: [encoded(codec, sync), encoded(codec, sync, evaluates=True)] for sync, codec in parts.items()},
         **{f"{sync} in parts": encoded(codec, sync, breaks=(3, 7)) for sync, codec in parts.items()},
     }
+
+
+def case_waits_for_each_other():
+    """Rank 1 has ended its loop, and waits for rank 0 in a barrier of its own."""
+    join_group("uneven")
+    module = model()
+
+    def loop():
+        replica = attach(module, torch.optim.SGD(module.parameters(), lr=0.1), "bsp", frozen_after=2.0)
+        for batch in mine(3 - RANK):
+            if RANK == 1:
+                time.sleep(3.0)  # a slow rank, for whom the other waits
+            loss_of(module, batch).backward()
+            replica.step()
+        if RANK == 1:
+            with contextlib.suppress(RuntimeError):  # once the other rank has ended
+                torch.distributed.barrier()
+            replica.step()
+
+    found = error_of(loop)
+    torch.distributed.destroy_process_group()
+    return found
 
 
 def case_codec_of_nan():

@@ -365,6 +365,17 @@ def test_parameters_without_a_gradient_stay_as_they_are(ranks, strategy, average
     assert all(rank["unused"][strategy][-len(untouched) :] == untouched for rank in ranks)
 
 
+@pytest.mark.long
+def test_ranks_that_wait_for_each_other_are_told(ranks):
+    for rank in ranks:
+        kind, text, seconds = rank["waits_for_each_other"]
+        assert kind == "PeerLost"
+        places = r"rank 1 in torch\.distributed\.barrier \(attached\.py:\d+\) and rank 0 in dure \(attached\.py:\d+\)"
+        assert re.search(places, text)
+        assert "as many batches as the others" in text
+        assert seconds > 7.0, "two slow steps end nothing"
+
+
 def half(values):
     return values.half().float()
 

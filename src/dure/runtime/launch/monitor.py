@@ -1,10 +1,11 @@
 """Heartbeats between ranks: each has a connection to rank 0 for them alone, which asks for the key of the run.
 
-    rank r               ── alive: reason ─────────────────────> rank 0
+    rank r               ── alive: reason, ours, other ────────> rank 0
     worker r, server s   ── beat: number, clock, waiting ──────> rank 0 ──> `BeatPipe` of the launcher
                          <── reason ──
 
 Rank 0 notices other ranks that are silent for a long time: they are frozen or have failed. The others notice rank 0.
+It notices ranks that wait for each other, too: some in dure (`ours`), the others in collectives of the loop (`other`).
 Each notices stopped server processes on its machine. The first reason reaches all ranks with a heartbeat or its reply,
 so that all ranks end with the same message. A rank that ends closes its connection in good order.
 
@@ -24,6 +25,7 @@ from dure.core.protocol import COUNT, NODES, TEXT, TRUTH, Method, check
 from dure.core.text import log
 from dure.errors import PeerLost, Refused, RemoteError
 from dure.runtime.heartbeat import PERIOD_SECONDS, Silence, is_stopped
+from dure.runtime.launch.waits import Wait, WatchedThread
 from dure.runtime.wire import Identity, Request, Wire
 from dure.runtime.wire.reactor import retry_soon
 
@@ -159,7 +161,7 @@ class RankMonitor(HeartbeatService):
     """
 
     protocol: ClassVar[Mapping[str, Method]] = {
-        "alive": Method(fields={"reason": TEXT}),
+        "alive": Method(fields={"reason": TEXT, "ours": TEXT, "other": TEXT}),
         "beat": Method(NODES, {"number": COUNT, "clock": COUNT, "waiting": TRUTH}),
     }
     called = RANK_0
@@ -177,6 +179,9 @@ class RankMonitor(HeartbeatService):
         self._frozen_after = frozen_after
         self._period = min(PERIOD_SECONDS, frozen_after / 8)
         self._silence = Silence()
+        self._thread_of_loop = WatchedThread()
+        self._waits: dict[str, Wait | None] = {}
+        self._others = rendezvous.place.world_size - 1
         self._named: set[str] = set()
         self._rounds = self._seen = 0
         self._store_silence = Silence()
@@ -194,10 +199,10 @@ class RankMonitor(HeartbeatService):
     def check(self) -> None:
         """Raise `PeerLost` if a rank or a server is frozen. A waiting thread calls this about once a second."""
         # The thread makes no further round while the store does not answer it (`_look`): it cannot judge that itself.
+        self._store_silence.pass_time()
         if self._rounds != self._seen:
             self._seen = self._rounds
             self._store_silence.heard(STORE)
-        self._store_silence.pass_time()
         if not self._reason and self._store_silence.seconds(STORE) >= self._frozen_after:
             self.reachable = False
             self._reason = self._sentence(STORE)
@@ -218,6 +223,8 @@ class RankMonitor(HeartbeatService):
         if call.method == "beat" and self._beat is not None:
             self._beat(call.fields["number"], call.fields["clock"], call.fields["waiting"])
         elif call.method == "alive" and self._beat is None:
+            ours, other = call.fields["ours"], call.fields["other"]
+            self._waits[call.caller] = Wait(bool(ours), ours or other) if ours or other else None
             self._hear(call.caller, call.fields["reason"])
         return self._reason
 
@@ -249,8 +256,12 @@ class RankMonitor(HeartbeatService):
                 retry_soon(self._frozen_after)  # the store's connections too
                 self._look()
                 self._rounds += 1
+                wait = self._thread_of_loop.wait_of(self._frozen_after)
                 if self._caller is not None:
-                    self._caller.send("alive", self._period / 2, reason=self._reason)
+                    ours, other = ("", "") if wait is None else (wait.text, "") if wait.ours else ("", wait.text)
+                    self._caller.send("alive", self._period / 2, reason=self._reason, ours=ours, other=other)
+                elif self._others:
+                    self._judge_waits({**self._waits, RANK_0: wait})
                 self._serve(due)
         if self._wire is not None:
             self._wire.close(CLOSE_SECONDS)
@@ -273,6 +284,18 @@ class RankMonitor(HeartbeatService):
                 self._silence.heard(name)
         for name in self._silence.names:
             self._judge(name)
+
+    def _judge_waits(self, waits: Mapping[str, Wait | None]) -> None:
+        """End the training if each rank waits, some in dure and some elsewhere: one that does neither may help them."""
+        found = {name: wait for name, wait in waits.items() if wait is not None}
+        ours = [f"{name} in {wait.text}" for name, wait in found.items() if wait.ours]
+        other = [f"{name} in {wait.text}" for name, wait in found.items() if not wait.ours]
+        if len(found) > self._others and ours and other and not self._reason:
+            self._reason = (
+                f"the ranks wait for each other since {self._frozen_after:g} s, {other[0]} and {ours[0]}: their loops "
+                "have made different numbers of steps. Give every rank as many batches as the others, or end the loop "
+                "of all where replica.step() returns False."
+            )
 
     def _heard(self, fields: Mapping[str, Any]) -> None:
         self._hear(RANK_0, fields["reason"])

@@ -1,0 +1,76 @@
+"""What a thread of this process waits in, as another thread sees it: dure, or a collective of the user's own.
+
+Ranks that wait in both wait for each other for ever, as where one has ended its loop and has come to a barrier behind
+it. No message tells that, but the stack of the thread does.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+import torch
+
+PACKAGE = str(Path(__file__).parents[2])
+ENGINE = str(Path(torch.distributed.__file__).parent / "distributed_c10d.py")
+TORCH = str(Path(torch.__file__).parent)
+
+
+class Wait(NamedTuple):
+    """A wait in dure (`ours`) or in another collective, with its line of the user's code, in words."""
+
+    ours: bool
+    text: str
+
+
+class WatchedThread:
+    """The thread that makes this object. Any thread may ask for its wait."""
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+        self._frame: FrameType | None = None
+        self._since = 0.0
+
+    def wait_of(self, seconds: float) -> Wait | None:
+        """The wait that has lasted for `seconds` or longer, as far as earlier calls have seen it."""
+        frames = list(_outward(sys._current_frames().get(self._thread)))
+        waiting = _ours(frames) or _engines(frames)
+        if waiting is not self._frame:
+            self._frame, self._since = waiting, time.monotonic()
+        if waiting is None or time.monotonic() - self._since < seconds:
+            return None
+        ours = waiting.f_code.co_filename != ENGINE
+        name = "dure" if ours else f"torch.distributed.{waiting.f_code.co_name}"
+        return Wait(ours, f"{name}{_place(frames[frames.index(waiting) :])}")
+
+
+def _outward(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _ours(frames: list[FrameType]) -> FrameType | None:
+    """The frame in which dure waits for an operation."""
+    return next(
+        (f for f in frames if f.f_code.co_name == "run_until" and f.f_code.co_filename.startswith(PACKAGE)), None
+    )
+
+
+def _engines(frames: list[FrameType]) -> FrameType | None:
+    """The frame of the collective that the thread has called, the outermost one of the engine's module."""
+    return next((f for f in reversed(frames) if f.f_code.co_filename == ENGINE and f.f_code.co_name != "wrapper"), None)
+
+
+def _place(frames: list[FrameType]) -> str:
+    """The line that called, the first outside of dure and torch."""
+    for frame in frames:
+        file = frame.f_code.co_filename
+        if not file.startswith((PACKAGE, TORCH)):
+            return f" ({Path(file).name}:{frame.f_lineno})"
+    return ""
