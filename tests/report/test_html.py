@@ -94,6 +94,7 @@ def test_no_bars_of_two_places_share_a_scale_and_a_number_stands_before_its_bar(
     assert len(re.findall(r'class="bar"><div', text)) == 4
 
 
+@pytest.mark.long
 def test_the_page_says_how_wrong_virtual_time_is_on_the_machines_of_the_real_runs(made):
     runs = [made("bsp", seconds=10, time="real"), made("bsp", seconds=8)]
     runs = [replace(run, figures={**run.figures, "machines": "two", "hosts": ["vm"]}) for run in runs]
@@ -103,6 +104,7 @@ def test_the_page_says_how_wrong_virtual_time_is_on_the_machines_of_the_real_run
     assert "How wrong" not in Outline(page([made("bsp", time="real"), made("bsp")])).text
 
 
+@pytest.mark.long
 def test_the_page_repeats_neither_its_headline_nor_the_defaults_of_options(made):
     run = replace(
         made("bsp"), config={"job": "digits-mlp", "lr": 0.1, "grace": 10.0, "dtype": None}, written=["job", "lr"]

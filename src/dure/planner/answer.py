@@ -74,6 +74,12 @@ class Ranking:
         """The plan as values of JSON, which the page of a plan reads."""
         return _values(self)
 
+    def _repr_html_(self) -> str | None:
+        """The ranking and a curve, which a notebook shows."""
+        from dure.report.plan_page import display_plan
+
+        return display_plan(self.values())
+
 
 def _values(plan: Ranking) -> dict[str, Any]:
     best, scene = plan.best, plan.scene

@@ -100,8 +100,14 @@ def drawing(
 
 
 def _inline(svg: str) -> str:
-    """Removes the parts of an SVG that only a file needs, and its fixed width: the page sets it."""
+    """Removes the parts of an SVG that only a file needs, and its fixed width: the page sets it.
+
+    The style of all elements moves to the root, from which they inherit it: in a page it would be that of all pictures.
+    """
     svg = svg[svg.index("<svg") :]
+    for style in re.findall(r'<style type="text/css">\*\{([^}]*)\}</style>', svg):
+        svg = re.sub(r"\s*<defs>\s*<style.*?</style>\s*</defs>", "", svg, count=1, flags=re.DOTALL)
+        svg = svg.replace("<svg ", f'<svg style="{style}" ', 1)
     svg = re.sub(r'(<svg [^>]*?) width="[^"]*"', r"\1", svg, count=1)
     svg = re.sub(r'(<svg [^>]*?) height="[^"]*"', r"\1", svg, count=1)
     return re.sub(r'<g id="[^"]*"', "<g", svg)

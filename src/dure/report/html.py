@@ -14,7 +14,7 @@ from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dure.core.packages import import_extra
+from dure.core.packages import extra_is_there, import_extra
 from dure.core.target import Target
 from dure.core.text import printable
 from dure.errors import UsageError
@@ -98,17 +98,13 @@ def render(runs: Sequence[RunRecord], *, title: str, target: Target) -> str:
     """The page as text. The same runs give the same text."""
     found = comparison.entries(runs, target=target)
     given = figures.looks(found)
-    return _template().render(
+    return _template("report.html.j2", "page.css").render(
         title=title,
         subtitle=_subtitle(runs, title),
         places=_place_tables(found, given, target),
         accuracies=_accuracy_tables(found, target),
-        target=str(target),
-        has_target=comparison.has_target(found, target),
-        has_accuracy=comparison.has_accuracy(found),
+        has=_columns(found, target),
         rows=list(zip(found, given, strict=True)),
-        has_experience=comparison.has_experience(found),
-        has_loss=comparison.has_loss(found),
         returns=_returns(found, given, target),
         experience=_experience(found, given, target),
         curves=_curves(found, given, target),
@@ -130,23 +126,53 @@ def render(runs: Sequence[RunRecord], *, title: str, target: Target) -> str:
     )
 
 
-def _template() -> Template:
+def display(runs: Sequence[RunRecord], target: Target = Target()) -> str | None:
+    """The runs for a notebook: the table of each place, and their curves; None without the extra of reports."""
+    if not (runs and extra_is_there("report")):
+        return None
+    found = comparison.entries(runs, target=target)
+    given = figures.looks(found)
+    return _template("display.html.j2", "display.css").render(
+        subtitle=_subtitle(runs, ""),
+        places=_place_tables(found, given, target),
+        accuracies=[accuracy.sentence for accuracy in comparison.accuracies(found)],
+        has=_columns(found, target),
+        curves=_panels(found, given, target, _MEASURES | _RETURNS, ()),
+    )
+
+
+def _template(name: str, style: str) -> Template:
     from markupsafe import Markup
 
     made = environment()
     made.finalize = _printable
-    style = Markup(resource("page.css"))  # noqa: S704  (our own file)
     texts = {name: getattr(labels, name) for name in _TEXTS}
-    made.globals.update(texts, loss_text=comparison.loss_text, style=style)
-    return made.from_string(resource("report.html.j2"))
+    made.globals.update(texts, loss_text=comparison.loss_text, style=Markup(resource(style)))  # noqa: S704  (our own file)
+    return made.get_template(name)
+
+
+def _columns(found: Sequence[Entry], target: Target) -> dict[str, Any]:
+    """The columns that not all comparisons have; "target" is the text of the target."""
+    return {
+        "target": str(target) if comparison.has_target(found, target) else "",
+        "accuracy": comparison.has_accuracy(found),
+        "experience": comparison.has_experience(found),
+        "loss": comparison.has_loss(found),
+    }
 
 
 def environment() -> Environment:
     """The settings of all pages: every text that is not our own is escaped, and a name that is missing is an error."""
-    from jinja2 import Environment, StrictUndefined
+    from jinja2 import Environment, FunctionLoader, StrictUndefined
     from markupsafe import Markup
 
-    made = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    made = Environment(
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        loader=FunctionLoader(resource),
+    )
     made.filters.update(svg=Markup, breakable=breakable)
     return made
 

@@ -30,7 +30,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dure.core.packages import import_extra
+from dure.core.packages import extra_is_there, import_extra
 from dure.core.target import Target
 from dure.report import figures, plan_sweeps
 from dure.report.figures import OTHER, Look
@@ -55,7 +55,7 @@ ACTIVITIES = {
     "wait": BarKind("#cdd4db", "wait"),
 }
 _NO_ANSWER = {"command": "", "why": (), "would_change": (), "plain_ddp": False, "ddp_script": None}
-_MOST_RANKED, _MOST_WORKERS, _MOST_POINTS = 12, 32, 300
+_MOST_RANKED, _MOST_SHOWN, _MOST_WORKERS, _MOST_POINTS = 12, 8, 32, 300
 _THINNEST, _NEAR_LIMIT = 2e-4, 0.2
 _NUMBERED = re.compile(r"([^0-9]*)([0-9]*)")
 
@@ -79,7 +79,7 @@ def render_plan(plan: Mapping[str, Any]) -> str:
         digits=digits_text, NOTHING=NOTHING, parts=PARTS, names=plan_sweeps.TITLES, plot=figures.PLOT, other=OTHER
     )
     script, rows, looks, sweeps = resource("plan.js"), plan_rows(plan), plan_looks(plan), _sweeps(plan)
-    return made.from_string(resource("plan.html.j2")).render(
+    return made.get_template("plan.html.j2").render(
         title=_title(plan),
         facts=_facts(plan),
         cluster=plan.get("cluster") or "the cluster file",
@@ -107,6 +107,39 @@ def render_plan(plan: Mapping[str, Any]) -> str:
         script=Markup(script),  # noqa: S704  (our own file)
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         data=_data(sweeps, looks),
+    )
+
+
+def display_plan(plan: Mapping[str, Any]) -> str | None:
+    """The plan for a notebook: its answer, the first ranks, and the losses or a sweep; None without the extra."""
+    if not extra_is_there("report"):
+        return None
+    from markupsafe import Markup
+
+    rows, looks, sweeps = plan_rows(plan), plan_looks(plan), _sweeps(plan)
+    learned, axis = _curves(plan, looks), next(iter(sweeps), "")
+    curve, caption = "", ""
+    if learned:
+        curve, caption = learned["svg"], "Loss against predicted time"
+    elif axis:
+        curve = _chart(axis, sweeps[axis], sweeps[axis].by, looks)
+        caption = f"{plan_sweeps.TITLES[sweeps[axis].by]} against {axis}"
+    elif chart := timeline(plan):
+        curve, caption = svg(chart), "Time of the best strategy"
+    return (
+        environment()
+        .get_template("plan_display.html.j2")
+        .render(
+            title=_title(plan),
+            facts=_facts(plan),
+            why=(plan.get("answer") or _NO_ANSWER)["why"],
+            rows=rows[:_MOST_SHOWN],
+            columns=_columns(rows),
+            looks=looks,
+            curve=curve,
+            caption=caption,
+            style=Markup(resource("display.css")),  # noqa: S704  (our own file)
+        )
     )
 
 
@@ -245,15 +278,11 @@ def _sweeps(plan: Plan) -> dict[str, SweptValues]:
 
 def _swept(axis: str, found: SweptValues, looks: Mapping[str, Look]) -> dict[str, Any]:
     """The figures of a sweep by measure, its winners in a sentence, and all its values as a table."""
-    bits, text = axis == "bandwidth", plan_sweeps.place_text(axis)
-    label = "bandwidth of a link (bit/s)" if bits else found.unit
+    text = plan_sweeps.place_text(axis)
     within = found.now is not None and found.at[0] <= found.now <= found.at[-1]
     return {
         "key": axis,
-        "charts": {
-            measure: figures.sweep(found, measure, looks, label=label, text=text, bits=bits)
-            for measure in found.measures
-        },
+        "charts": {measure: _chart(axis, found, measure, looks) for measure in found.measures},
         "places": list(map(text, found.at)),
         "values": {
             measure: {name: _texts(measure, lines[name]) for name in looks if name in lines}
@@ -262,6 +291,12 @@ def _swept(axis: str, found: SweptValues, looks: Mapping[str, Look]) -> dict[str
         "sentence": plan_sweeps.winners_sentence(axis, found),
         "now_text": text(found.now) if within and found.now is not None else "",
     }
+
+
+def _chart(axis: str, found: SweptValues, measure: str, looks: Mapping[str, Look]) -> str:
+    bits = axis == "bandwidth"
+    label = "bandwidth of a link (bit/s)" if bits else found.unit
+    return figures.sweep(found, measure, looks, label=label, text=plan_sweeps.place_text(axis), bits=bits)
 
 
 def _texts(measure: str, values: plan_sweeps.Values) -> list[str]:

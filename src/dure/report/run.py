@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from dure.report.html import write_report
+from dure.report.html import display, write_report
 from dure.report.record import (
     CONFIG,
     HISTORY,
@@ -26,6 +26,10 @@ class Run(RunRecord):
     def report(self, path: str | Path, *, title: str | None = None) -> Path:
         """Write the report of this run, one HTML file that opens offline, and return its path."""
         return write_report(path, [self], title=title or "Training report")
+
+    def _repr_html_(self) -> str | None:
+        """The table and the curves of the run, which a notebook shows."""
+        return display([self])
 
 
 def read_run(path: str | Path) -> Run:

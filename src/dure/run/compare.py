@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dure.core.packages import extra_is_there, import_extra
+from dure.core.target import Target
 from dure.core.text import log
 from dure.errors import DivergedError, UsageError
 from dure.report.files import Unwritten
@@ -25,10 +26,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Finished runs, in the order in which they were asked for, and the file of their report, if it was written."""
+    """Finished runs, in the order in which they were asked for, and the file of their report, if it was written.
+
+    `target` is the accuracy or loss whose time is compared.
+    """
 
     runs: Sequence[Run]
     report: Path | None
+    target: Target = Target()
 
     def summary(self) -> dict[str, Any]:
         """The JSON of `dure compare`."""
@@ -36,6 +41,12 @@ class Comparison:
             "runs": [run.summary() for run in self.runs],
             "report": None if self.report is None else str(self.report),
         }
+
+    def _repr_html_(self) -> str | None:
+        """The tables and the curves of the runs, which a notebook shows."""
+        from dure.report.html import display
+
+        return display(self.runs, self.target)
 
 
 def compare(
@@ -82,14 +93,14 @@ def run_all(config: CompareConfig, prebuilt: Prebuilt) -> Comparison:
         except DivergedError as error:
             log.warning("%s is compared as diverged: %s", strategy, error)
             runs.append(_diverged(each, strategy, error))
+    target = goal(config.target, config.target_loss)
     path = config.report or (free(DEFAULT) if extra_is_there("report") else None)
     if path is None:
-        return Comparison(runs, None)
-    target = goal(config.target, config.target_loss)
+        return Comparison(runs, None, target)
     unwritten = Unwritten()
     with unwritten.tolerated(str(path)):
         write_report(path, runs, title=f"{config.job}: {len(runs)} runs", target=target)
-    return Comparison(runs, None if unwritten.causes else path)
+    return Comparison(runs, None if unwritten.causes else path, target)
 
 
 def _diverged(config: TrainConfig, strategy: Strategy, error: DivergedError) -> Run:
