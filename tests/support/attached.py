@@ -29,7 +29,7 @@ RING = "bsp collective:algorithm=ring"
 WHOLE = ("bsp", "bsp ps:shards=2,split=layer", "averaging:period=1", RING)
 ADVERSARIAL = ("bsp", RING)
 PINNED = ("bsp", RING, "ssp ps:shards=2")
-LEARNING = ("ssp:bound=2", "averaging:period=4", REMEDIED)
+LEARNING = ("ad-psgd", "ssp:bound=2", "averaging:period=4", REMEDIED)
 SKIPPING = ("bsp",)
 CHANNELS_LAST = ("bsp", "bsp ps")
 RESUMED = (
@@ -610,6 +610,28 @@ def case_waits_for_each_other():
 
     found = error_of(loop)
     torch.distributed.destroy_process_group()
+    return found
+
+
+def case_gossip():
+    """Constant gradients, different at each rank: averagings leave the mean of all models as it is."""
+    found = {}
+    for uneven in (False, True):
+        torch.manual_seed(RANK)
+        module = nn.Sequential(nn.Linear(4, 1, bias=False), nn.BatchNorm1d(1))
+        start = module[0].weight.detach().clone()
+        with attach(module, torch.optim.SGD(module[0].parameters(), lr=0.1, momentum=0.5), "ad-psgd gossip") as replica:
+            for _ in range(20 - 8 * RANK * uneven):
+                (module[0].weight * (1.0 + RANK)).sum().backward()
+                replica.step()
+                time.sleep(0.004 * (1 + RANK))
+            apart = module[0].weight.detach().clone()
+            with replica.evaluation():
+                inside = module[0].weight.tolist()
+            assert torch.equal(module[0].weight, apart)
+            averaged = replica._worker.sessions.peer.averaged
+        end = module[0].weight.tolist()
+        found[str(uneven)] = {"start": start.tolist(), "inside": inside, "end": end, "averaged": averaged}
     return found
 
 

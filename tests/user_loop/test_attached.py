@@ -376,6 +376,18 @@ def test_ranks_that_wait_for_each_other_are_told(ranks):
         assert seconds > 7.0, "two slow steps end nothing"
 
 
+@pytest.mark.parametrize("uneven", ["False", "True"])
+def test_gossip_keeps_the_mean_of_all_models(ranks, uneven):
+    """n steps with a constant gradient g move the mean of K models by lr g / K times the sum of (1 - m^k) / (1 - m)."""
+    one, other = (rank["gossip"][uneven] for rank in ranks)
+    moved = [sum((1 - 0.5**k) / 0.5 for k in range(1, n + 1)) for n in ((20, 12) if uneven == "True" else (20, 20))]
+    expected = torch.tensor(one["start"]) - 0.1 * (moved[0] * 1.0 + moved[1] * 2.0) / 2
+    assert one["end"] == other["end"]
+    assert close(one["end"], expected.tolist())
+    assert one["averaged"] > 0
+    assert other["averaged"] > 0
+
+
 def half(values):
     return values.half().float()
 
@@ -1170,8 +1182,6 @@ def test_bad_requests_are_refused_before_anything_starts():
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     with pytest.raises(StrategyError, match="bound"):
         dure.attach(module, optimizer, sync="ssp:bound=-1")
-    with pytest.raises(UsageError, match=r"^ad-psgd does not run in a loop of one's own: its neighbors"):
-        dure.attach(module, optimizer, sync="ad-psgd")
     with pytest.raises(UsageError, match="schedule=adaptive does not run in a loop"):
         dure.attach(module, optimizer, sync="averaging:schedule=adaptive")
     with pytest.raises(StrategyError, match=r"sign\+momentum is for votes, and downpour has servers add"):

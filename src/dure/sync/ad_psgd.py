@@ -44,7 +44,6 @@ class ADPSGD:
     traits: ClassVar[Traits] = Traits(
         needs=("peers",),
         reasons=Reasons(
-            loop="its neighbors average with a model at any time, also while backward() uses it",
             topology="its workers meet in pairs, each at its own time, and have no server between them",
         ),
         delivers="mean",

@@ -8,6 +8,7 @@
 | `source`         | this rank's samples, the gradients that `backward()` leaves, and their exchange        |
 | `optimizer`      | the user's optimizer at this rank, and its rule for servers                            |
 | `peers`          | the other ranks over collectives: a common start and a common end                      |
+| `gossip`         | averagings with neighbors, inside the calls of the loop                                |
 | `servers`        | helper processes that hold the model, and the calls to them                            |
 | `ddp_hook`       | codecs as a communication hook of DistributedDataParallel                              |
 """

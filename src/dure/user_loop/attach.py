@@ -32,8 +32,10 @@ from dure.runtime.wire import Identity, WireLimits
 from dure.sync.base import traits_of
 from dure.sync.worker_state import Boundary, WorkerState
 from dure.topology.base import topology_of
+from dure.topology.gossip.choice import Gossip
 from dure.user_loop.attached import Attached, report_failure
 from dure.user_loop.checks import check_unwrapped
+from dure.user_loop.gossip import LoopGossip
 from dure.user_loop.optimizer import UserOptimizer, check_free, check_step, unwrapped
 from dure.user_loop.peers import LoopCollectives
 from dure.user_loop.servers import LoopServers, name_of_run
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
     from dure.sync.base import Sync
     from dure.topology.collective.choice import Collective
     from dure.topology.parameter_server.choice import ParameterServer
+    from dure.user_loop.attached import Ties
 
 
 BufferRule = Literal["mean", "rank0"]
@@ -57,7 +60,7 @@ def attach(
     optimizer: torch.optim.Optimizer,
     *,
     sync: Sync | str | None = None,
-    topology: Collective | ParameterServer | str | None = None,
+    topology: Collective | ParameterServer | Gossip | str | None = None,
     codec: Codec | str | None = None,
     partition: Partition | str | None = None,
     batch_size: int = 1,
@@ -121,9 +124,11 @@ def attach(
         node.loop.check = monitor.check
         name = f"{type(model).__name__} (model {mine.number}, attached at {Path(caller.filename).name}:{caller.lineno})"
         worker = _worker(node, replica, mine, sizes, name, buffers)
-        ties: LoopCollectives | LoopServers
+        ties: Ties
         if topology_of(strategy.topology).clocked:
             ties = LoopServers(node, rendezvous, replica, strategy, mine, credentials)
+        elif isinstance(strategy.topology, Gossip):
+            ties = LoopGossip(node, rendezvous, replica, strategy.topology)
         else:
             ties = LoopCollectives(node, rendezvous, replica, strategy, mine.missing.unused)
         undo.pop_all()
@@ -153,7 +158,7 @@ def _check_strategy(strategy: Strategy) -> None:
         because = "a loop has the groups and the servers of dure's own topologies"
     if because:
         raise UsageError(
-            f'{name} does not run in a loop of one\'s own: {because}. Write topology="collective" or "ps".'
+            f'{name} does not run in a loop of one\'s own: {because}. Write topology="collective", "ps" or "gossip".'
         )
 
 

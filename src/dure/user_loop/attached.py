@@ -45,10 +45,14 @@ if TYPE_CHECKING:
     from dure.runtime.launch.rendezvous import Rendezvous
     from dure.runtime.process.node import ProcessNode
     from dure.sync.base import Sync
+    from dure.user_loop.gossip import LoopGossip
     from dure.user_loop.optimizer import UserOptimizer
     from dure.user_loop.peers import LoopCollectives
     from dure.user_loop.servers import LoopServers
     from dure.user_loop.source import LoopSource
+
+    Ties = LoopCollectives | LoopServers | LoopGossip
+    """What ties a rank to the others."""
 
 
 T = TypeVar("T")
@@ -69,7 +73,7 @@ class Attached:
         replica: Replica,
         optimizer: UserOptimizer,
         worker: WorkerState,
-        ties: LoopCollectives | LoopServers,
+        ties: Ties,
         monitor: RankMonitor,
         buffers: str = "mean",
     ) -> None:
@@ -457,7 +461,7 @@ class Lifetime:
         rendezvous: Rendezvous,
         optimizer: UserOptimizer,
         worker: WorkerState,
-        ties: LoopCollectives | LoopServers,
+        ties: Ties,
         monitor: RankMonitor,
     ) -> None:
         self.ended = False

@@ -75,15 +75,18 @@ class UserOptimizer:
         lr: float | Sequence[float] | None = None,
     ) -> None:
         replica = self._replica
-        assert values is out is replica.params, "a user's optimizer steps on the module that it was given"
         self._stepped = True
         if self._pausing:
             return
+        if values is not replica.params:
+            replica.load(values)
         if gradient is not replica.grads:
             replica.grads.copy_(gradient)
         unused = [index for index in self.unused if replica.is_unused(index)]
         with self._stepping(), replica.without_gradients(unused):
             self.optimizer.step()
+        if out is not replica.params:
+            out.copy_(replica.params)
 
     def holds(self, parameters: Set[int]) -> bool:
         """Whether it trains one of these, given by `id`."""

@@ -41,6 +41,17 @@ def meet_on_wires(node: ProcessNode, rendezvous: Rendezvous) -> None:
     node.directory.update({f"worker {rank}": (host, port) for rank, (host, port) in enumerate(places)})
 
 
+async def begin_as_rank_0(group: Group, worker: WorkerState, replica: Replica) -> None:
+    """Give the replicas of all ranks the parameters, buffers and constants of rank 0."""
+    await group.broadcast(replica.params, 0)
+    if worker.buffers is not None:
+        await group.broadcast(worker.buffers, 0)
+        replica.load_buffers(worker.buffers)
+    for constant in replica.constants.values():
+        if constant.numel():
+            copy_bytes(constant, await group.broadcast(as_bytes(constant).to(replica.device), 0))
+
+
 class SentCollectives:
     """The group of all ranks in `rendezvous`, by a collective written from sends; used in place of an `Engine`."""
 
@@ -112,13 +123,7 @@ class LoopCollectives:
         self._source = source
         if self._engine.alone:
             return
-        await group.broadcast(replica.params, 0)
-        if worker.buffers is not None:
-            await group.broadcast(worker.buffers, 0)
-            replica.load_buffers(worker.buffers)
-        for constant in replica.constants.values():
-            if constant.numel():
-                copy_bytes(constant, await group.broadcast(as_bytes(constant).to(replica.device), 0))
+        await begin_as_rank_0(group, worker, replica)
         share = worker.share
         source.exchange = Exchange(self._node, group, replica, share, failed, source.name, self._missing)
 

@@ -120,6 +120,11 @@ def _check_kept_at_ranks(strategy: Strategy, worker: WorkerState) -> None:
             f"{sync} over servers has its state at the servers, which a loop cannot save. Save the model inside "
             "`with replica.evaluation():`; a training that begins with it starts the optimizer's state anew."
         )
+    if worker.sessions.peer is not None:
+        raise UsageError(
+            f"{sync} has averagings under way between two steps, which no state of a rank can hold. Save the model "
+            "inside `with replica.evaluation():`."
+        )
     if traits_of(strategy.sync).delivers not in ("replica", "mean"):
         raise UsageError(
             f"{sync} over collectives moves its center before the gradient of a step, so its state between two steps "

@@ -45,7 +45,7 @@ class LoopSource:
     """A `GradientSource`: the method's request is pending until the user's next `step()`.
 
     `batch_size` is this rank's weight, and `name` is the model's in errors and warnings. `exchange` makes the group's
-    mean of a gradient, None in a world of one.
+    mean of a gradient, None in a world of one. `shares_memory`: the worker's parameters are those of the module.
     """
 
     can_stop = False
@@ -56,6 +56,7 @@ class LoopSource:
         self.batch_size = batch_size
         self.exchange: Exchange | None = None
         self.wants_mean = False
+        self.shares_memory = True
         self._node = node
         self._replica = replica
         self._has_buffers = replica.buffers_flat().numel() > 0
@@ -148,7 +149,10 @@ class LoopSource:
         """Do nothing: the loop is the user's."""
 
     def _ask(self, requester: Requester, *, mean: bool) -> Operation[Gradient]:
-        requester.settle(self._replica.params)
+        if self.shares_memory:
+            requester.settle(self._replica.params)
+        else:
+            self._replica.load(requester.params)
         if requester.buffers is not None:
             self._replica.load_buffers(requester.buffers)
         self.wants_mean = mean

@@ -476,8 +476,6 @@ def _tensors(values: torch.Tensor) -> Sequence[torch.Tensor]:
 class GossipTopology(Topology):
     """Every worker serves its neighbors in a graph."""
 
-    no_loop = "its neighbors average with a model at any time, also while backward() uses it"
-
     def __init__(self, choice: Gossip, plan: RunPlan) -> None:
         super().__init__(choice, plan)
         self.graph = build(choice, plan.workers)

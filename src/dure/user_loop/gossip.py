@@ -1,0 +1,100 @@
+"""Ties of a rank to its neighbors in gossip: an averaging begins and is answered inside the calls of the loop.
+
+    rank i      step ── asks a neighbor ── step ── step: its answer is here, and is added
+    rank j           step: the question is here, and is answered ── step
+
+Between two calls the model stays as it is, so that backward() may use it: the averaged model is the worker's, and is
+copied into the module at the end of a step. No rank waits for another but at the start and at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from dure.runtime.process.group import AloneGroup
+from dure.topology.collective.choice import Collective
+from dure.topology.collective.message_group import SentGroup, algorithm_of
+from dure.topology.gossip.graph import build
+from dure.topology.gossip.topology import Peer
+from dure.user_loop.peers import begin_as_rank_0, meet_on_wires
+
+if TYPE_CHECKING:
+    from dure.core.node import Group
+    from dure.job.replica import Replica
+    from dure.runtime.launch.rendezvous import Rendezvous
+    from dure.runtime.process.node import ProcessNode
+    from dure.sync.worker_state import WorkerState
+    from dure.topology.collective.topology import Intention
+    from dure.topology.gossip.choice import Gossip
+    from dure.user_loop.source import Failed, LoopSource
+
+
+class LoopGossip:
+    """Ties over gossip. Raises `StrategyError` for a graph that does not fit the ranks.
+
+    `overflowed` is never set: each rank skips its own overflows. `undone_at`: each step replaces the module's model.
+    """
+
+    overflowed = False
+    undone_at = ("step", "skip", "evaluation", "close")
+
+    def __init__(self, node: ProcessNode, rendezvous: Rendezvous, replica: Replica, topology: Gossip) -> None:
+        size = rendezvous.place.world_size
+        self._node = node
+        self._replica = replica
+        self._topology = topology
+        self._size = size
+        self._group: Group = AloneGroup(node)
+        if size > 1:
+            ring = algorithm_of(Collective(algorithm="ring"))
+            self._group = SentGroup(node, range(size), ring, node.meter)
+            self._graph = build(topology, size)
+            meet_on_wires(node, rendezvous)
+
+    async def begin(self, worker: WorkerState, source: LoopSource, failed: Failed) -> None:
+        """Have every replica start as rank 0's, and serve the neighbors."""
+        source.shares_memory = False
+        worker.params = worker.params.clone()
+        if self._size == 1:
+            return
+        await begin_as_rank_0(self._group, worker, self._replica)
+        worker.params.copy_(self._replica.params)
+        peer = Peer(self._node, worker, self._graph, seed=self._topology.seed)
+        worker.sessions.peer = peer
+        self._node.serve("peer", peer)
+        await self._group.barrier()  # from then on all serve
+
+    def processes(self) -> Mapping[str, int]:
+        """An empty table: there are no servers."""
+        return {}
+
+    def rates(self) -> None:
+        """Nothing travels with averagings: each rank's optimizer steps by itself."""
+
+    def intend(self, mine: Intention) -> bool:
+        """Whether this rank goes on. It asks no other rank: each may end after any step."""
+        return mine != "end"
+
+    async def delivered(self, worker: WorkerState) -> WorkerState:
+        """A worker with the mean of the models of all ranks, as each answers in its next call."""
+        peer = worker.sessions.peer
+        return replace(worker, params=worker.params.clone() if peer is None else (await peer.look())[0])
+
+    async def share_buffers(self, worker: WorkerState) -> None:
+        """Do nothing: in gossip no two ranks meet at a step."""
+
+    async def finish(self, worker: WorkerState) -> torch.Tensor:
+        """Wait until all ranks have finished; returns the mean of their models, and merges their buffers."""
+        if worker.sessions.peer is not None:
+            await worker.sessions.peer.leave()
+        await self._group.barrier()
+        if worker.buffers is not None:
+            worker.buffers = worker.merge_buffers(await self._group.all_gather(worker.buffers))
+        return await self._group.all_reduce(worker.params * worker.share)
+
+    def close(self, *, failed: bool = False) -> None:
+        """Do nothing: the connections are the node's."""
