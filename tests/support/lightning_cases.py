@@ -200,7 +200,7 @@ def case_refusals(folder):
         "manual": lambda: fit(DureStrategy(), net={"manual": True}),
         "hook": lambda: DureStrategy(ddp_comm_hook=len),
         "unused": lambda: DureStrategy(find_unused_parameters=True),
-        "gossip": lambda: fit(DureStrategy("ad-psgd")),
+        "shared": lambda: fit(DureStrategy("hogwild")),
     }
     found = {name: error_of(way) for name, way in ways.items()}
     fit(DureStrategy("averaging:period=4"), enable_checkpointing=True, callbacks=[saving(here)])

@@ -19,7 +19,6 @@ from support.real_runs import Trial
 from support.runs import bowls, local, virtual
 from support.scattered import scattered
 from support.wording import raising
-from torch import nn
 
 import dure
 from dure.core.mixing import pairwise_mixing
@@ -253,9 +252,6 @@ def test_where_it_does_not_run():
         Strategy.parse("ad-psgd ps")
     with raising(StrategyError, "gossip"):
         Strategy.parse("ssp gossip")
-    model = nn.Linear(2, 1)
-    with raising(UsageError, "backward"):
-        dure.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), sync="ad-psgd")
 
 
 @pytest.mark.long
