@@ -44,6 +44,7 @@ from dure.user_loop.source import LoopSource
 if TYPE_CHECKING:
     from dure.codec.base import Codec
     from dure.run.strategy import Partition
+    from dure.runtime.wire import Credentials
     from dure.runtime.wire.seals import Integrity
     from dure.sync.base import Sync
     from dure.topology.collective.choice import Collective
@@ -124,15 +125,24 @@ def attach(
         node.loop.check = monitor.check
         name = f"{type(model).__name__} (model {mine.number}, attached at {Path(caller.filename).name}:{caller.lineno})"
         worker = _worker(node, replica, mine, sizes, name, buffers)
-        ties: Ties
-        if topology_of(strategy.topology).clocked:
-            ties = LoopServers(node, rendezvous, replica, strategy, mine, credentials)
-        elif isinstance(strategy.topology, Gossip):
-            ties = LoopGossip(node, rendezvous, replica, strategy.topology)
-        else:
-            ties = LoopCollectives(node, rendezvous, replica, strategy, mine.missing.unused)
+        ties = _ties(strategy, node, rendezvous, replica, mine, credentials)
         undo.pop_all()
     return Attached(strategy, rendezvous, replica, mine, worker, ties, monitor, buffers)
+
+
+def _ties(
+    strategy: Strategy,
+    node: ProcessNode,
+    rendezvous: Rendezvous,
+    replica: Replica,
+    optimizer: UserOptimizer,
+    credentials: Credentials,
+) -> Ties:
+    if topology_of(strategy.topology).clocked:
+        return LoopServers(node, rendezvous, replica, strategy, optimizer, credentials)
+    if isinstance(strategy.topology, Gossip):
+        return LoopGossip(node, rendezvous, replica, strategy.topology)
+    return LoopCollectives(node, rendezvous, replica, strategy, optimizer.missing.unused)
 
 
 def _chosen(sync: Any, topology: Any, codec: Codec | str | None, partition: Partition | str | None) -> Strategy:

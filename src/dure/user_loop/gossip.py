@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import networkx as nx
 import torch
 
 from dure.runtime.process.group import AloneGroup
@@ -47,20 +48,16 @@ class LoopGossip:
         self._node = node
         self._replica = replica
         self._topology = topology
-        self._size = size
+        self._graph = nx.empty_graph(1) if size == 1 else build(topology, size)
         self._group: Group = AloneGroup(node)
         if size > 1:
-            ring = algorithm_of(Collective(algorithm="ring"))
-            self._group = SentGroup(node, range(size), ring, node.meter)
-            self._graph = build(topology, size)
+            self._group = SentGroup(node, range(size), algorithm_of(Collective(algorithm="ring")), node.meter)
             meet_on_wires(node, rendezvous)
 
     async def begin(self, worker: WorkerState, source: LoopSource, failed: Failed) -> None:
         """Have every replica start as rank 0's, and serve the neighbors."""
         source.shares_memory = False
         worker.params = worker.params.clone()
-        if self._size == 1:
-            return
         await begin_as_rank_0(self._group, worker, self._replica)
         worker.params.copy_(self._replica.params)
         peer = Peer(self._node, worker, self._graph, seed=self._topology.seed)
@@ -81,16 +78,15 @@ class LoopGossip:
 
     async def delivered(self, worker: WorkerState) -> WorkerState:
         """A worker with the mean of the models of all ranks, as each answers in its next call."""
-        peer = worker.sessions.peer
-        return replace(worker, params=worker.params.clone() if peer is None else (await peer.look())[0])
+        mean, _ = await worker.peer.look()
+        return replace(worker, params=mean)
 
     async def share_buffers(self, worker: WorkerState) -> None:
         """Do nothing: in gossip no two ranks meet at a step."""
 
     async def finish(self, worker: WorkerState) -> torch.Tensor:
         """Wait until all ranks have finished; returns the mean of their models, and merges their buffers."""
-        if worker.sessions.peer is not None:
-            await worker.sessions.peer.leave()
+        await worker.peer.leave()
         await self._group.barrier()
         if worker.buffers is not None:
             worker.buffers = worker.merge_buffers(await self._group.all_gather(worker.buffers))
