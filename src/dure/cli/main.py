@@ -23,7 +23,7 @@ from dure.cli.commands import COMMANDS, Command, CommandResult, Rl, Train, say
 from dure.cli.flags import parse
 from dure.core.regular_file import CHECKPOINTS, LATEST
 from dure.core.text import printable, sentence
-from dure.core.user_code import explain_user_errors
+from dure.core.user_code import explain_user_errors, frames_behind
 from dure.errors import DureError, UsageError
 from dure.runtime.launch.interruption import Interrupted, Interruption
 from dure.runtime.launch.relay import STDERR, STDOUT, flush, ready_streams
@@ -54,7 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     _tell(done, out, as_json=command.json)
             return done.status
     except DureError as error:
-        say(f"dure: {sentence(str(error))}")
+        frames = "" if isinstance(error, UsageError) else frames_behind(error)
+        say(f"dure: {sentence(str(error))}\n{frames}".rstrip("\n"))
         if interruption.number is not None:
             return _interrupted(interruption.number, command)
         return 2 if isinstance(error, UsageError) else 1

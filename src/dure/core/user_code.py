@@ -1,7 +1,8 @@
 """Python files of users, whose classes and functions are named `FILE.py:NAME` in place of a built-in name.
 
 `explain_user_errors` turns an exception of a user's code into one sentence with its file and line, without a traceback
-of this library.
+of this library. `shown` is that sentence and the frames of the user's files; `record` writes the whole traceback into
+the folder of a run.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import wraps
 from itertools import chain, count
 from pathlib import Path
@@ -160,12 +161,61 @@ def explain_user_errors(what: str, kind: type[DureError] = UsageError, *, only: 
     except DureError:
         raise
     except (Exception, SystemExit) as error:
-        place = _place(error)
-        if only and place is None:
+        if only and _place(error) is None:
             raise
-        text = messages.shortened(" ".join(messages.text_of(error).split()), LONGEST).rstrip(".")
-        where = "" if place is None else f" ({_near(place[0])}, line {place[1]})"
-        raise kind(f"{what} {type(error).__name__}{': ' if text else ''}{text}{where}.") from error
+        raise kind(f"{what} {sentence_of(error)}") from error
+
+
+def sentence_of(error: BaseException) -> str:
+    """The type and the text of an exception, with the file and the line of the user's code that raised it."""
+    place = _place(error)
+    text = messages.shortened(" ".join(messages.text_of(error).split()), LONGEST).rstrip(".")
+    where = "" if place is None else f" ({_near(place[0])}, line {place[1]})"
+    return f"{type(error).__name__}{': ' if text else ''}{text}{where}."
+
+
+def frames_of(error: BaseException) -> str:
+    """The frames of the user's files in the traceback of an exception, and where the whole one is; "" without any."""
+    if _place(error) is None:
+        return ""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(Path(frame.filename))]
+    notes = "".join(f"  {note}\n" for note in getattr(error, "__notes__", ()))
+    return messages.printable("".join(traceback.format_list(frames)) + notes)
+
+
+def frames_behind(error: DureError) -> str:
+    """The frames of the exception of user code that one of dure's sentences explains; "" if it explains none."""
+    return "" if error.__cause__ is None else frames_of(error.__cause__)
+
+
+def shown(error: BaseException) -> str:
+    """The sentence of an exception, then the user's frames; the whole traceback if user code has not raised it."""
+    frames = frames_of(error)
+    return f"{messages.sentence(sentence_of(error))}\n{frames}" if frames else messages.traceback_of(error)
+
+
+def record(folder: Path | None, name: str, error: BaseException) -> None:
+    """Write the whole traceback of an exception of the node `name` into the folder of its run, if that is here.
+
+    For an exception of user code, a note names the file. Exceptions that are dure's own sentences have none.
+    """
+    cause = error.__cause__ if isinstance(error, DureError) else error
+    if folder is None or not folder.is_dir() or isinstance(cause, DureError) or not isinstance(cause, Exception):
+        return
+    file = folder / f"traceback-{name.replace(' ', '-')}.txt"
+    with suppress(OSError):
+        file.write_text("".join(traceback.format_exception(cause)), encoding="utf-8", errors="backslashreplace")
+        cause.add_note(f"The whole traceback is in {file}.")
+
+
+@contextmanager
+def recorded(folder: Path | None, name: str) -> Iterator[None]:
+    """Within the context, `record` an exception, which goes on."""
+    try:
+        yield
+    except Exception as error:
+        record(folder, name, error)
+        raise
 
 
 def _place(error: BaseException) -> tuple[Path, int] | None:
@@ -176,9 +226,16 @@ def _place(error: BaseException) -> tuple[Path, int] | None:
         path = Path(frame.filename)
         if path.is_relative_to(_OURS):
             return None
-        if is_regular(path) and not path.is_relative_to(_STANDARD) and not _INSTALLED & {*path.parts}:
+        if _is_users(path):
             return path, frame.lineno or 0
     return None
+
+
+def _is_users(path: Path) -> bool:
+    """Whether a file is neither of this library nor of Python or another installed package."""
+    if path.is_relative_to(_OURS) or path.is_relative_to(_STANDARD) or _INSTALLED & {*path.parts}:
+        return False
+    return is_regular(path)
 
 
 def _near(path: Path) -> Path:

@@ -25,6 +25,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from dure.core.regular_file import CHECKPOINTS, read_regular
+from dure.core.user_code import record
 from dure.errors import RecordError, UsageError
 from dure.report.files import JsonLines, Unwritten, from_json, replacing, to_json
 
@@ -220,13 +221,15 @@ class RunFolder:
     def __enter__(self) -> RunFolder:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         self.close()
         if self._is_new and kind is not None and issubclass(kind, UsageError) and not (self.path / HISTORY).exists():
             with suppress(OSError):  # something else is in it
                 self.checkpoints.rmdir()
                 (self.path / CONFIG).unlink(missing_ok=True)
                 self.path.rmdir()
+        elif error is not None:
+            record(self.path, "driver", error)
 
     def _write(self, name: str, value: Mapping[str, Any]) -> None:
         with self.unwritten.tolerated(name), replacing(self.path / name) as file:

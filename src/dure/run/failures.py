@@ -363,6 +363,8 @@ class FailureTracker:
         """The cause of a failure in words, as far as it is known."""
         if name in self.reasons:
             return self.reasons[name]
+        if name in self.reported:
+            return str(self.reported[name]).removeprefix(f"{name}: ").rstrip(".")
         status = self._launcher.exited.get(name)
         if status is None:
             return self._failed.get(name, "")

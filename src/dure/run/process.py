@@ -27,6 +27,8 @@ import torch
 from dure.core.deployment import WORKER, NodeId
 from dure.core.node import Address, Call, Operation, Reply, Suspend, Task
 from dure.core.protocol import COUNT, DRIVER, NODE, PLACE, TEXT, RemoteService, remote
+from dure.core.text import log
+from dure.core.user_code import frames_behind
 from dure.errors import CheckpointError, DureError, PeerLost, Refused
 from dure.job.gradient import JobSource
 from dure.partition.source import StageSource
@@ -424,6 +426,10 @@ class WorkerProcess(RunProcess):
     async def _fail(self, error: DureError, refused: int = 0) -> NoReturn:
         """Report an error to the driver, and end this process."""
         message = str(error)[:FAILURE_TEXT]
+        self.node.on_error(error)
+        frames = frames_behind(error)
+        if frames:
+            log.error("%s\n%s", error, frames.rstrip())
         await self.node.call(DRIVER_ADDRESS, "failed", kind=type(error).__name__, message=message, refused=refused)
         raise SystemExit(1) from error
 

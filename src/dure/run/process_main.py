@@ -14,6 +14,7 @@ import torch
 
 from dure.core.deployment import SERVER, WORKER
 from dure.core.node import nothing
+from dure.core.user_code import record, recorded
 from dure.errors import CallTimeout, DamagedFrame, DureError, PeerLost, RemoteError
 from dure.job.gradient_engine import GradientEngine
 from dure.run import checkpoint
@@ -156,7 +157,9 @@ def main(setup: Setup, spec: LaunchSpec, check: Callable[[], None] = nothing) ->
     node.directory["driver"] = (str(spec.driver[0]), int(spec.driver[1]))
     port = node.wire.listen(spec.interface)
     process = PROCESSES.get(kind, CompanionProcess)(setup, node, spec.fault_settings)
-    with ExitStack() as stack:
+    folder = config.out if config.out is not None else config.resume
+    node.on_error = partial(record, folder, spec.name)
+    with recorded(folder, spec.name), ExitStack() as stack:
         if spec.heartbeat:
             _beat(stack, spec, credentials, config.frozen_after, lambda: (process.steps, node.loop.waiting))
         parts = checkpoint.load(Path(spec.resume)).parts if spec.resume is not None else {}

@@ -101,12 +101,15 @@ def test_every_line_goes_after_its_name(tmp_path: Path) -> None:
             lines.feed(piece)
         assert lines.last == "20 %"
         lines.end()
+        assert lines.last == "three"
+        lines.feed(b"what (file.py, line 3)\n  the frame\n    the code\n")
+        assert lines.last == "what (file.py, line 3)"
         lines.end()
         lines.feed(b"x" * (LONGEST + 1))
         file.seek(0)
         shown = file.read().decode().splitlines()
     assert shown[:5] == ["worker 3: one", "worker 3: two", "worker 3: ", "worker 3: 20 %", "worker 3: three"]
-    assert shown[5:] == [f"worker 3: {'x' * (LONGEST + 1)}"]
+    assert shown[8:] == [f"worker 3: {'x' * (LONGEST + 1)}"]
 
 
 def test_standard_output_is_given_back(capfd: pytest.CaptureFixture[str]) -> None:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from dure.core.deployment import WORKER, NodeId
 from dure.core.regular_file import CHECKPOINTS, LATEST
 from dure.core.text import log, sentence, text_of
+from dure.core.user_code import explain_user_errors
 from dure.errors import DureError, PeerLost, RemoteError, UsageError
 from dure.report.record import versions
 from dure.report.run import Run, read_run
@@ -213,7 +214,8 @@ def _follow(config: TrainConfig, rendezvous: Rendezvous, setup: Setup) -> Run:
         start_others(setup, rendezvous, stack, mine)
         given = rendezvous.get(f"start worker {rank}")
         try:
-            be_member(setup, LaunchSpec.of(name=f"worker {rank}", **mine, **given), monitor.check)
+            with explain_user_errors(f"worker {rank}: your own code raised", DureError, only=True):
+                be_member(setup, LaunchSpec.of(name=f"worker {rank}", **mine, **given), monitor.check)
         except SystemExit:
             _let_rank_0_speak(rendezvous)
             raise

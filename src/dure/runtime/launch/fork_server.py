@@ -32,14 +32,14 @@ import signal
 import subprocess
 import sys
 import tempfile
-import traceback
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, NamedTuple
 
 from dure.core.deployment import WORKER
 from dure.core.processors import usable_processors
-from dure.core.text import sentence, traceback_of
+from dure.core.text import sentence
+from dure.core.user_code import frames_behind, shown
 from dure.errors import DureError
 from dure.runtime.heartbeat import BeatPipe
 from dure.runtime.launch import relay
@@ -404,12 +404,11 @@ def serve(ends: Ends, load: Callable[[Mapping[str, Any]], Callable[..., None]]) 
         status = end.code if isinstance(end.code, int) else 1
         if isinstance(end.code, str):
             sys.stderr.write(f"{end.code}\n")
-    except DureError as error:  # the launcher reports the last line
-        sys.stderr.write(f"{sentence(str(error))}\n")
-    except BaseException as error:  # noqa: BLE001  (the launcher reports the last line)
+    except DureError as error:  # the launcher reports the last line that is not indented
+        sys.stderr.write(f"{sentence(str(error))}\n{frames_behind(error)}")
+    except BaseException as error:  # noqa: BLE001  (the launcher reports the last line that is not indented)
         relay.flush()
-        sys.stderr.write(traceback_of(error))
-        sys.stderr.write(f"{sentence(''.join(traceback.format_exception_only(error)))}\n")
+        sys.stderr.write(shown(error))
     finally:
         relay.flush()
         os._exit(status)

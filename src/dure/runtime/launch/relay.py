@@ -30,7 +30,10 @@ PARTING_SECONDS = 1.0
 
 
 class Prefixed:
-    """Writes lines to the descriptor `target`, each after `name` and a colon. `last` is the last line with text."""
+    """Writes lines to the descriptor `target`, each after `name` and a colon.
+
+    `last` is the last line with text: one that is not indented, if there is one, as the frames of an exception are.
+    """
 
     def __init__(self, name: str, target: int) -> None:
         self.last = ""
@@ -55,6 +58,7 @@ class Prefixed:
     def _write(self, lines: list[bytes]) -> None:
         shown = [line.rstrip(b"\r").rpartition(b"\r")[2] for line in lines]  # of a progress bar, its last state
         texts = [line for line in shown if line.strip()]
+        texts = [line for line in texts if not line[:1].isspace()] or texts[-1:] * (not self.last)
         if texts:
             self.last = sentence(texts[-1].decode(errors="replace"))
         with suppress(OSError):  # standard error has no reader

@@ -23,6 +23,7 @@ from dure.core.node import Address, Apply, Call, Loop, Operation, Reply, Service
 from dure.core.node_view import ServiceView
 from dure.core.protocol import COUNT, Method, RemoteService, check, remote
 from dure.core.text import log
+from dure.core.user_code import frames_of, sentence_of
 from dure.errors import DureError, GreetingLost, Refused, RemoteError
 from dure.job.gradient import GradientWork
 from dure.runtime.process.transfers import transfers_of
@@ -59,8 +60,8 @@ class ProcessNode:
     """The `Node` of real time: this process, for its roles and services.
 
     `directory` maps the names of the other nodes to their addresses. `on_lost` is called for every connection that
-    ended. All nodes of a run have the same `credentials`. Tensors of calls may lie on `device`, and those of incoming
-    calls do.
+    ended, `on_error` for an unexpected error of a handler. All nodes of a run have the same `credentials`. Tensors of
+    calls may lie on `device`, and those of incoming calls do.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class ProcessNode:
         self.services: dict[str, Service] = {}
         self.directory: dict[str, tuple[str, int]] = {}
         self.on_lost: Callable[[Loss], None] | None = None
+        self.on_error: Callable[[Exception], None] = lambda error: None
         self.refuses: Callable[[Identity], str | None] = lambda caller: None
         self.collectives: Callable[[Sequence[int]], Group] | None = None
         self._hosting = Hosting(self)
@@ -333,8 +335,11 @@ class Hosting:
     def _failed(self, service: str, call: Call, error: Exception) -> Refused:
         """Log the `error` of a handler. Return the answer for the caller."""
         place = f"{call.method} of {service} at {self._node.name}"
-        log.error("%s, called by %s, has failed.", place, call.caller, exc_info=error)
-        return Refused(f"{place} has failed with {type(error).__name__}: {error}")
+        self._node.on_error(error)
+        what, frames = sentence_of(error), frames_of(error)
+        said = f"{what}\n{frames}".rstrip()
+        log.error("%s, called by %s, has failed: %s", place, call.caller, said, exc_info=None if frames else error)
+        return Refused(f"{place} has failed with {what.rstrip('.')}")
 
 
 class Connector:
