@@ -31,7 +31,8 @@ CASES = {
 def train(folder, *words, launch=()):
     command = [sys.executable, "-m", *launch, *(["-m"] if launch else []), "dure", "train", *words]
     command += ["--workers", "2", "--out", "run"]
-    return subprocess.run(command, cwd=folder, env=os.environ, capture_output=True, text=True, check=False, timeout=110)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False, timeout=110)
 
 
 def frames(lines):
