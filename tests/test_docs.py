@@ -170,6 +170,34 @@ def test_the_readme_shows_blocks_and_its_commands_exist():
         assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), target
 
 
+@pytest.mark.long
+def test_the_table_of_the_readme_is_that_of_its_command():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "    dure compare digits-mlp --on examples/lab.yaml --steps 300\n" in text
+    spec = importlib.util.spec_from_file_location("first_minute", ROOT / "docs" / "first_minute.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    found = script.runs()
+    assert script.table(found) in text, f"run python {script.__file__}, and write its table into the README"
+    drawn = script.picture(found)
+    for entry in found:
+        assert f"{entry.label}: " in drawn
+    names = re.compile(r">([^<>]+: [\d.]+ m?s)<")
+    assert names.findall(drawn) == names.findall(script.PICTURE.read_text(encoding="utf-8"))
+
+
+def test_the_errors_of_predictions_in_the_readme_are_those_of_the_benchmark():
+    """The README states the median, the share within the 90th percentile, and the worst of all tables."""
+    page = (ROOT / "docs" / "virtual-time.md").read_text(encoding="utf-8")
+    tables = page.partition("**The benchmark**")[2].partition("### On one machine")[0]
+    errors = sorted(map(float, re.findall(r"\| ([+-][\d.]+)% \|$", tables, flags=re.MULTILINE)), key=abs)
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    half, most = max(map(abs, errors[: len(errors) // 2])), abs(errors[len(errors) * 9 // 10 - 1])
+    stated = f"half are within {half:g} %, nine of ten within {most:g} %, and the worst is {-errors[-1]:g} % too low"
+    assert f"{len(errors)} predictions" in text
+    assert stated in text
+
+
 def test_the_guide_tells_every_field_of_a_job():
     text = (ROOT / "docs" / "guide.md").read_text(encoding="utf-8")
     table = text.partition("### Fields of a job")[2].partition("###")[0]

@@ -479,14 +479,15 @@ def _run_table(run: Run) -> Any:
     from rich.table import Table
 
     from dure.core.target import Target
-    from dure.report.comparison import entries, figure_rows
+    from dure.report.comparison import SPEED_UP, entries, figure_rows
 
     found = entries([run], target=Target())
     table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_row("Strategy", " ".join(run.summary()["strategy"].values()))
+    table.add_row("Strategy", found[0].label)
     for _, group in figure_rows(found, target=Target()):
         for row in group:
-            table.add_row(row.name, row.cells[0])
+            if row.name != SPEED_UP:
+                table.add_row(row.name, row.cells[0])
     return table
 
 

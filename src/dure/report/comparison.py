@@ -39,6 +39,8 @@ from dure.report.record import RunRecord
 
 _REAL_PLACES = ("local", "torchrun", "ray")
 
+SPEED_UP = "Speed-up on the first run"
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -364,7 +366,7 @@ def _result(found: Sequence[Entry], target: Target) -> list[FigureRow]:
     if has_target(found, target):
         reached = tuple(seconds_text(entry.reached) for entry in found)
         result.append(FigureRow(f"Time to {target.short}", reached, _best(found, lambda entry: entry.reached)))
-        result.append(FigureRow("Speed-up on the first run", tuple(ratio_text(entry.speedup) for entry in found)))
+        result.append(FigureRow(SPEED_UP, tuple(ratio_text(entry.speedup) for entry in found)))
     return result
 
 

@@ -50,7 +50,7 @@ _SENTENCES = {
 }
 
 _HEADLINE = (
-    *("Loss", "Test accuracy", "Speed-up on the first run", "Mean return, last evaluation", "Frames", "Time"),
+    *("Loss", "Test accuracy", comparison.SPEED_UP, "Mean return, last evaluation", "Frames", "Time"),
     *("Whole run", "Sent by workers", "Received by workers"),
 )
 """Figures in the tables and headings of the places: the table of more figures leaves them out."""
