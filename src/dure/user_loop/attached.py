@@ -169,7 +169,9 @@ class Attached:
             if scaler is None:
                 skipping = self._check.refuses(self._source, self.clock) or self._ties.overflowed
             else:
-                skipping = self._overflows(scaler, mine=mine)
+                # A gradient that is exchanged during backward is the mean by now, which tells all ranks.
+                known = None if self._source.exchanges else mine or self._ties.overflowed
+                skipping = self._check.skips(scaler, known)
             self._advance(skipping=skipping)
             return True
 
@@ -236,13 +238,13 @@ class Attached:
         replica = self._replica
         with self._lifetime.guarded():
             self._examine("evaluation")
-            self._note_buffers()
+            _note_buffers(self._worker, self._replica)
             delivered = self._role.run(self._ties.delivered(self._worker))
         self._aside = params, buffers = replica.params.clone(), replica.buffers_flat()
         merged = delivered.buffers is not self._worker.buffers
         replica.load(delivered.params)
         if merged:
-            self._load_buffers(delivered)
+            _load_buffers(delivered, replica)
         self._lifetime.inside = "evaluation"
         try:
             yield
@@ -319,7 +321,7 @@ class Attached:
         if self._may("close"):
             with self._lifetime.guarded():
                 self._model_check.check("close")
-                self._note_buffers()
+                _note_buffers(self._worker, self._replica)
                 self._source.discard()
                 self._ties.intend("end")
                 self._finish()
@@ -348,16 +350,6 @@ class Attached:
         self._optimizer.check()
         self._model_check.check(call)
 
-    def _overflows(self, scaler: GradScaler, *, mine: bool) -> bool:
-        """Whether the step is skipped because scaled gradients overflowed, of this rank (`mine`) or another.
-
-        A gradient that is exchanged during backward is the mean by now, which tells all ranks.
-        """
-        overflows = self._check.overflowed(scaler) if self._source.exchanges else mine or self._ties.overflowed
-        if overflows:
-            self._check.lower_scale(scaler)
-        return overflows
-
     def _advance(self, *, skipping: bool) -> None:
         self._lifetime.remind(self)
         if skipping:
@@ -379,25 +371,27 @@ class Attached:
         """Throw `EndOfWork` into the method. At its end, load the model that it delivers."""
         self._role.end()
         self._replica.load(self._role.run(self._ties.finish(self._worker)))
-        self._load_buffers(self._worker)
+        _load_buffers(self._worker, self._replica)
         self._lifetime.end()
-
-    def _note_buffers(self) -> None:
-        """Let buffers that the user's code has changed since the last step count at the end."""
-        if self._worker.buffers is not None:
-            self._worker.buffers = self._replica.buffers_flat()
-
-    def _load_buffers(self, worker: WorkerState) -> None:
-        if worker.buffers is not None:
-            self._replica.load_buffers(worker.buffers)
 
     def _may(self, what: str) -> bool:
         """Whether `what` has anything to do. Raises the first error again, or `UsageError` if it cannot be called."""
         self._lifetime.check(what)
         if self.ended:  # a loop that continues changes nothing
             self._replica.zero_grad()
-            self._load_buffers(self._worker)
+            _load_buffers(self._worker, self._replica)
         return not self.ended
+
+
+def _note_buffers(worker: WorkerState, replica: Replica) -> None:
+    """Let buffers that the user's code has changed since the last step count at the end."""
+    if worker.buffers is not None:
+        worker.buffers = replica.buffers_flat()
+
+
+def _load_buffers(worker: WorkerState, replica: Replica) -> None:
+    if worker.buffers is not None:
+        replica.load_buffers(worker.buffers)
 
 
 class Role:

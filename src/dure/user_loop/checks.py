@@ -144,10 +144,16 @@ class GradientCheck:
                 raise
         return not all_finite(self._replica.grads)
 
-    def lower_scale(self, scaler: GradScaler) -> None:
-        """Let the next `update` of `scaler` see an overflow, which may be another rank's: scales stay equal."""
-        for found in scaler._found_inf_per_device(self.scaled).values():
-            found.fill_(1.0)
+    def skips(self, scaler: GradScaler, known: bool | None) -> bool:
+        """Whether the step is skipped because scaled gradients overflowed; these tell that where it is not `known`.
+
+        The next `update` of `scaler` then sees an overflow, which may be another rank's: scales stay equal.
+        """
+        skipping = self.overflowed(scaler) if known is None else known
+        if skipping:
+            for found in scaler._found_inf_per_device(self.scaled).values():
+                found.fill_(1.0)
+        return skipping
 
     def refuses(self, source: LoopSource, clock: int) -> bool:
         """Whether the gradients of step `clock` hold NaN or infinity.
