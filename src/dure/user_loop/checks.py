@@ -304,10 +304,10 @@ class ModelCheck:
                 "place. Make this change after the block: after replica.close()."
             )
         raise UsageError(
-            f"{where} changed in place after the last step. Servers hold the model, and their next values would undo "
-            "that. A loop that clips weights, projects them or loads others while it trains needs a method whose steps "
-            'are local: sync="bsp" or "averaging" with topology="collective". To go on from loaded weights over '
-            "servers, close the block, load them, make a new optimizer and attach again."
+            f"{where} changed in place after the last step. The next values of the servers, or of the neighbors in "
+            "gossip, would undo that. A loop that clips weights, projects them or loads others while it trains needs a "
+            'method whose steps are local: sync="bsp" or "averaging" with topology="collective". To go on from loaded '
+            "weights there, close the block, load them, make a new optimizer and attach again."
         )
 
     def _where(self, changed: torch.Tensor) -> str:
