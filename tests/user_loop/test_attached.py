@@ -1082,7 +1082,7 @@ def test_clipped_weights_count_over_collectives_and_are_refused_over_servers():
     assert max(map(abs, attached.flat(module))) <= 0.01
     module, _, replica = attached_alone(topology="ps")
     with pytest.raises(
-        UsageError, match=r"^the model's parameters were changed in place after the last step\. Servers"
+        UsageError, match=r"^the model's parameters were changed in place after the last step\. The next"
     ):
         clipped(replica.step, module)
     assert replica.clock == 1
