@@ -216,11 +216,15 @@ def case_refusals(folder):
 
 
 def case_two_ranks_write(folder):
-    fit(DureStrategy(), enable_checkpointing=True, callbacks=[saving(Path(folder) / "two")])
+    for sync in ("bsp", "averaging:period=8"):
+        fit(DureStrategy(sync), enable_checkpointing=True, callbacks=[saving(Path(folder) / "two" / sync[:3])])
 
 
 def case_three_ranks_read(folder):
-    return error_of(lambda: fit(DureStrategy(), resume=Path(folder) / "two" / "epoch=0.ckpt")).replace(folder, "FOLDER")
+    two = Path(folder) / "two"
+    steps = len(fit(DureStrategy(), epochs=3, resume=two / "bsp" / "epoch=1.ckpt")["losses"])
+    refused = error_of(lambda: fit(DureStrategy("averaging:period=8"), resume=two / "ave" / "epoch=1.ckpt"))
+    return {"steps": steps, "refused": refused}
 
 
 def case_servers(folder):

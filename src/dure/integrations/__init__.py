@@ -5,6 +5,6 @@
 | `lightning`    | Lightning                | `Trainer(strategy=DureStrategy(sync=...))`                         |
 | `transformers` | Hugging Face Trainer     | `DureTrainer(..., sync=...)`                                       |
 | `accelerate`   | Accelerate               | `attach(accelerator, model, optimizer, sync=...)` after `prepare`  |
-| `ray_train`    | Ray Train                | `attach(...)` inside the function of a `TorchTrainer`              |
+| `ray_train`    | Ray Train                | `attach(model, optimizer, sync=...)` in place of `prepare_model`   |
 | `rank_files`   | all                      | the state of each rank inside a framework's checkpoint             |
 """

@@ -32,15 +32,16 @@ def save_rank(checkpoint: str | Path, replica: Attached, *, beside: bool = False
 def load_rank(checkpoint: str | Path, replica: Attached, *, beside: bool = False) -> None:
     """Go on from the state of this rank that belongs to `checkpoint`; every rank calls this.
 
+    Any number of ranks may go on from a state that all ranks have alike, as that of `bsp`.
+
     Raises `UsageError` where it was written by another number of ranks, or not at all.
     """
     path = _path(checkpoint, replica.rank, beside=beside)
+    if not path.exists():  # more ranks are started than before; or the state of rank 0 says why that is not possible
+        path = _path(checkpoint, 0, beside=beside)
     if not path.exists():
-        others = len(list(path.parent.glob("rank*.pt")))
         raise UsageError(
-            f"{path} is missing: the checkpoint has the states of {others} ranks, and {replica.world_size} are started."
-            if others
-            else f"{path} is missing: the checkpoint was written without dure, or copied without the folder "
+            f"{path} is missing: the checkpoint was written without dure, or copied without the folder "
             f"{path.parent.name}. Load the model alone, and start anew."
         )
     replica.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
