@@ -3,6 +3,7 @@
 import ast
 import functools
 import importlib
+import inspect
 import re
 from pathlib import Path
 
@@ -22,7 +23,7 @@ NAMED = re.compile(r"(?<![\w./-])(replica|dure|hook)\.([A-Za-z_]\w*)")
 
 
 def of_attached(name):
-    return hasattr(Attached, name)
+    return hasattr(Attached, name) or f"self.{name} = " in inspect.getsource(Attached.__init__)
 
 
 def of_package(name):
@@ -66,9 +67,8 @@ def strings(path):
 def pages():
     """Text by file: messages of the package, and the pages and docstrings that are about a user's own loop."""
     found = {path: "\n".join(strings(path)) for path in sorted([*SOURCE.rglob("*.py"), *STUDIES.rglob("*.py")])}
-    return found | {
-        path: path.read_text(encoding="utf-8") for path in (ROOT / "README.md", ROOT / "docs" / "attach.md")
-    }
+    about = (ROOT / "README.md", ROOT / "docs" / "attach.md", ROOT / "docs" / "from-ddp.md")
+    return found | {path: path.read_text(encoding="utf-8") for path in about}
 
 
 def missing(text):

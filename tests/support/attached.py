@@ -704,6 +704,18 @@ def error_of(function):
     return None
 
 
+def case_ranks_unknown_to_the_environment():
+    """As in processes of torch.multiprocessing.spawn, which have met by `init_process_group` alone."""
+    join_group("ranks unknown")
+    removed = {name: os.environ.pop(name) for name in ("RANK", "WORLD_SIZE")}
+    module = model()
+    try:
+        return error_of(lambda: attach(module, torch.optim.SGD(module.parameters(), lr=0.1), "bsp"))
+    finally:
+        os.environ.update(removed)
+        torch.distributed.destroy_process_group()
+
+
 def case_one_fails():
     """Rank 1's loop raises at its third step; it lives on, and rank 0 hears of it at once."""
     found = {}

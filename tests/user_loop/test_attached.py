@@ -490,6 +490,7 @@ def test_a_server_that_is_gone_is_an_error_and_a_worker_is_not(ranks):
         ("one_evaluates", "1 of 2 ranks entered replica.evaluation()"),
         ("one_leaves_out", "1 of 2 ranks left out a step whose gradient had been exchanged"),
         ("one_leaves_out_its_last", "1 of 2 ranks left out a step whose gradient had been exchanged"),
+        ("ranks_unknown_to_the_environment", "torch.distributed has 2 ranks, and the environment names 1"),
     ],
 )
 def test_what_ranks_must_agree_on_is_an_error_at_both(ranks, case, words):

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from dure.errors import UsageError
@@ -89,7 +90,8 @@ def attach(
 
     Raises:
         UsageError: the strategy makes no sense, servers cannot do what the optimizer does, the model is attached
-            already, a wrapper such as DistributedDataParallel synchronizes it, or others may read the key file.
+            already, a wrapper such as DistributedDataParallel synchronizes it, torch.distributed has another number of
+            ranks than the environment, or others may read the key file.
         ReplicaError: the model cannot be laid out flat.
         PeerLost: another rank has failed before all were there.
     """
@@ -104,7 +106,7 @@ def attach(
     check_step(optimizer)
     _check_values(model)
     replica = Replica(model, keep_strides=True, marked=True)
-    rendezvous = met(place() or RankEnvironment(), "attach", None if key_file is None else Path(key_file))
+    rendezvous = met(_place(), "attach", None if key_file is None else Path(key_file))
     caller = traceback.extract_stack(limit=2)[0]
     with ExitStack() as undo:
         undo.push(partial(_tell_if_failed, rendezvous))
@@ -170,6 +172,19 @@ def _check_strategy(strategy: Strategy) -> None:
         raise UsageError(
             f'{name} does not run in a loop of one\'s own: {because}. Write topology="collective", "ps" or "gossip".'
         )
+
+
+def _place() -> RankEnvironment:
+    """The place of this rank. Raises `UsageError` where the script has met other ranks of which dure is not told."""
+    found = place() or RankEnvironment()
+    known = dist.get_world_size() if dist.is_available() and dist.is_initialized() else found.world_size
+    if known != found.world_size:
+        raise UsageError(
+            f"torch.distributed has {known} ranks, and the environment names {found.world_size}: this rank would train "
+            "with others than the script. Start the script by torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and "
+            "MASTER_PORT in each process before dure.attach: torch.multiprocessing.spawn sets none of them."
+        )
+    return found
 
 
 def _check_module(model: object) -> None:

@@ -265,7 +265,7 @@ class Attached:
 
     @property
     def keeps_state(self) -> bool:
-        """Whether this rank has a state to save: not over servers, nor where a method keeps a center at the ranks."""
+        """Whether this rank has a state to save: not over servers or gossip, nor with a center at the ranks."""
         return saved.is_kept_at_ranks(self.strategy, self._worker)
 
     def state_dict(self) -> dict[str, Any]:
@@ -275,7 +275,7 @@ class Attached:
         in it, each rank its own. Under `bsp` all ranks have one model and one optimizer, and it has the clock alone. It
         holds tensors and plain values: `torch.save` writes it, and `torch.load` reads it with `weights_only=True`.
 
-        Raises `UsageError` over servers, which have the state, and where a method keeps a center at the ranks.
+        Raises `UsageError` where `keeps_state` is False: servers have the state, or averagings are under way.
         """
         if self._lifetime.inside != "evaluation":
             self._may("state_dict")

@@ -110,7 +110,8 @@ def checked(state: Mapping[str, Any], strategy: Strategy, worker: WorkerState) -
 
 def is_kept_at_ranks(strategy: Strategy, worker: WorkerState) -> bool:
     """Whether each rank has what it needs to go on between two steps."""
-    return not worker.over_servers and traits_of(strategy.sync).delivers in ("replica", "mean")
+    at_servers_or_under_way = worker.over_servers or worker.sessions.peer is not None
+    return not at_servers_or_under_way and traits_of(strategy.sync).delivers in ("replica", "mean")
 
 
 def _check_kept_at_ranks(strategy: Strategy, worker: WorkerState) -> None:
