@@ -78,7 +78,7 @@ format: setup
 demo: setup
 	rm -rf runs/demo
 	mkdir -p runs/demo
-	@echo "Measuring this machine, in about 20 seconds ..."
+	@echo "Measuring this machine, for about 20 seconds. Other programs that use its cores make the seconds wrong."
 	$(BIN)/dure probe digits-mlp --workers 2 --out runs/demo/this-machine.yaml > runs/demo/probe.txt
 	$(BIN)/dure compare digits-mlp --strategy bsp --strategy averaging:period=8 --strategy downpour --strategy ssp:bound=3 \
 	  --on local --on runs/demo/this-machine.yaml --workers 2 --steps 400 --seed 0 --out runs/demo/runs --report report.html

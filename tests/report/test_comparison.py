@@ -83,6 +83,8 @@ def test_labels_are_in_the_words_of_the_command(made):
     assert label(resolved, topology="ps") == "downpour ps"
     remedied = {**resolved, "sync": "downpour:n_push=1+dc-asgd:lam=2", "codec": "int8:chunk=1"}
     assert label(remedied, strategy="downpour+dc-asgd int8") == "downpour+dc-asgd int8"
+    own = {**resolved, "sync": "my.py:Mine:gap=1", "codec": "my.py:Half:digits=2"}
+    assert label(own, sync="my.py:Mine", codec="my.py:Half") == "my.py:Mine my.py:Half"
 
 
 def test_speed_up_is_on_the_first_run_of_the_same_kind_of_time(made):

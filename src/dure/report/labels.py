@@ -70,23 +70,23 @@ def _axes(run: RunRecord, figures: Mapping[str, Any]) -> dict[str, str]:
     if isinstance(strategy, str):
         strategy = {"sync": strategy}
     texts = {axis: " ".join(str(strategy.get(axis) or "").split()) for axis in _AXES}
-    texts = _as_written(texts, run.config)
-    return {axis: _LONG_GRAPH.sub(r"\1...", text) for axis, text in texts.items()}
+    return {axis: _LONG_GRAPH.sub(r"\1...", text) for axis, text in as_written(texts, run.config).items()}
 
 
-def _as_written(texts: dict[str, str], config: Mapping[str, Any]) -> dict[str, str]:
+def as_written(texts: Mapping[str, str], config: Mapping[str, Any]) -> Mapping[str, str]:
     """Members in the words of the configuration, and only those that it names, with the method in any case."""
     written = " ".join(str(config.get(key) or "") for key in ("strategy", *_AXES))
     words = {_name(word): word for word in written.split()}
     if not words:
         return texts
     found = {axis: words.get(_name(text), "") for axis, text in texts.items()}
-    return found | {"sync": found["sync"] or _name(texts["sync"])}
+    return {**found, "sync": found["sync"] or _name(texts["sync"])}
 
 
 def _name(member: str) -> str:
-    """The name of a member: "ssp" of "ssp:bound=3"."""
-    return re.split("[:+]", member)[0]
+    """The name of a member: "ssp" of "ssp:bound=3", "FILE.py:CLASS" of a user's own."""
+    found = re.match(r"[^:+]*\.py:\w+|[^:+]*", member)
+    return found[0] if found else ""
 
 
 def _shown_axes(parts: Sequence[Mapping[str, str]], jobs: Sequence[str]) -> set[str]:

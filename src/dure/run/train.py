@@ -17,6 +17,7 @@ from dure.errors import CheckpointError, DivergedError, UsageError
 from dure.job.job import Job
 from dure.job.validation import try_to_count, validate_job
 from dure.report.files import TensorBoard, Unwritten, replacing
+from dure.report.labels import as_written
 from dure.report.progress import Progress
 from dure.report.record import TRACE, RunFolder, versions
 from dure.report.run import Run
@@ -197,13 +198,14 @@ def _close(sinks: Sequence[Sink], unwritten: Unwritten) -> None:
 
 
 def _short(setup: Setup) -> str:
-    """The name of a run in its progress line: the members that are not their axis's default.
+    """The name of a run in its progress line: the members that its options name.
 
     A job with companions is named itself: its strategy says little of the run.
     """
     if setup.job.companions is not None:
         return setup.job.name
-    return " ".join(text for text in setup.strategy.text().values() if text not in ("fp32", "none"))
+    texts = as_written(setup.strategy.text(), setup.config.plain())
+    return " ".join(text for text in texts.values() if text not in ("", "fp32", "none"))
 
 
 def _folder(setup: Setup) -> RunFolder | None:
