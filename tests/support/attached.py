@@ -580,10 +580,21 @@ def encoded(codec, sync="bsp", topology=None, *, steps=12, evaluates=False, brea
     return {"end": flat(module), "inside": inside[-1:]}
 
 
+def narrow_and_encoded(codec):
+    """Parameters of 16 bits after steps, where a codec encodes their gradients."""
+    module = model().bfloat16()
+    with dure.attach(module, torch.optim.SGD(module.parameters(), lr=0.1), codec=codec) as replica:
+        for inputs, targets in mine(8):
+            cross_entropy(module(inputs.bfloat16()).float(), targets).backward()
+            replica.step()
+    return flat(module.float())
+
+
 def case_codecs():
     """Codecs over collectives and servers; with an error memory, in parts and with evaluations between steps."""
     parts = {"averaging:period=4": "1bit", "bsp": "1bit", "bmuf:period=3": "top-k"}
     return {
+        "bfloat16": [narrow_and_encoded(codec) for codec in (None, "strom:threshold=0.0001")],
         "fp16": encoded("fp16"),
         "fp16 ps": encoded("fp16", topology="ps:shards=2"),
         **{sync: [encoded(codec, sync), encoded(codec, sync, evaluates=True)] for sync, codec in parts.items()},

@@ -410,6 +410,12 @@ def test_a_codec_encodes_the_gradients_of_a_loop(ranks, where):
     assert distance(plain(steps=12), attached.flat(module)) > 4e-6
 
 
+def test_a_codec_encodes_gradients_of_16_bits(ranks):
+    one, other = (rank["codecs"]["bfloat16"] for rank in ranks)
+    assert one == other
+    assert 0 < distance(*one) < 0.2
+
+
 @pytest.mark.parametrize("sync", ["averaging:period=4", "bsp", "bmuf:period=3"])
 def test_errors_of_a_codec_are_state_and_evaluation_leaves_them_alone(ranks, sync):
     for rank in ranks:
@@ -1189,6 +1195,9 @@ def test_bad_requests_are_refused_before_anything_starts():
         dure.attach(module, optimizer, sync="downpour", codec="sign+momentum")
     with pytest.raises(UsageError, match=r'has servers count votes, .* over collectives: topology="collective"'):
         dure.attach(module, optimizer, topology="ps", codec="sign+momentum")
+    narrow = nn.Linear(2, 1, dtype=torch.bfloat16)
+    with pytest.raises(UsageError, match=r"are torch\.bfloat16, and over servers int8 encodes float32 and float64"):
+        dure.attach(narrow, torch.optim.SGD(narrow.parameters(), lr=0.1), topology="ps", codec="int8")
     with pytest.raises(UsageError, match=r"gpipe:stages=2 gives a rank a part of it\. .*dure\.train\(job, partition"):
         dure.attach(module, optimizer, partition="gpipe:stages=2")
     with pytest.raises(UsageError, match="batch_size"):

@@ -37,6 +37,7 @@ from dure.runtime.process.node import ProcessNode
 from dure.runtime.wire import Credentials, Identity, Loss
 from dure.sync import lifecycle
 from dure.sync.base import traits_of
+from dure.topology.collective.compressed import WIDE
 from dure.topology.parameter_server.client import ServerClient
 from dure.topology.parameter_server.session import ServerSession
 from dure.topology.parameter_server.shard import Shard
@@ -99,7 +100,7 @@ class LoopServers:
         self.undone_at = ("step", "skip", "evaluation", "close") if pulls else ("close",)
         self._codec = None if isinstance(strategy.codec, Float32) else strategy.codec
         self._layouts = [SliceLayout.of(replica.layers, ranges) for ranges in self._ranges]
-        _check_codec(self._codec)
+        _check_codec(self._codec, replica.dtype)
         self._spec = self._side.optimizer(self._rule.spec if self._rule else OptimizerSpec())
         self._helpers: list[ShardProcess] = []
         self._check_room()
@@ -260,7 +261,12 @@ class LoopServers:
         self._helpers.clear()
 
 
-def _check_codec(codec: Codec | None) -> None:
+def _check_codec(codec: Codec | None, dtype: torch.dtype) -> None:
+    if codec is not None and dtype not in WIDE:
+        raise UsageError(
+            f"the model's parameters are {dtype}, and over servers {member_text('codec', codec)} encodes float32 and "
+            'float64. Leave the codec out, or take topology="collective".'
+        )
     if codec is not None and codec.vote() is not None:
         raise UsageError(
             f"{member_text('codec', codec)} has servers count votes, and workers apply the result by the rule of a "

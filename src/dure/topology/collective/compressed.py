@@ -36,6 +36,10 @@ SERVICE = "stripe"
 """Name of the service `ChunkServer` of a node."""
 
 
+WIDE = (torch.float32, torch.float64)
+"""Types of values that every codec encodes. Others travel as float32, and are rounded at the end."""
+
+
 class ChunkServer(RemoteService):
     """A service that receives the messages of each round. Rounds are numbered; no member is more than one ahead.
 
@@ -207,7 +211,11 @@ class CompressedGroup:
 
     async def _mean(self, values: torch.Tensor, share: float, number: int, **more: Any) -> Sequence[int]:
         """Replace `values` by the mean over all members; returns the places of the members that were `faulty`."""
-        return await (self._gather if self._gathers else self._stripes)(values, share, number, **more)
+        wide = values if values.dtype in WIDE else values.float()
+        faulty = await (self._gather if self._gathers else self._stripes)(wide, share, number, **more)
+        if wide is not values:
+            values.copy_(wide)
+        return faulty
 
     async def _stripes(self, values: torch.Tensor, share: float, number: int, **more: Any) -> Sequence[int]:
         compute, calls = self._node.compute, []
