@@ -44,9 +44,9 @@ test: setup
 beside-lint: setup
 	$(SHARED) -m "not alone and not soak and not long"
 
-# the extras that `make setup` leaves out and tests need: 330 MB
+# the extras that `make setup` leaves out and tests need: 370 MB
 all: lint
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray,integrations]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray,integrations,wandb,mlflow]'
 	$(SHARED) -m "not alone and not soak"
 	$(BIN)/pytest -m "alone and not soak" $(ALONE)
 

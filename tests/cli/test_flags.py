@@ -93,7 +93,7 @@ def test_a_number_that_no_run_can_use_is_refused(option):
         TrainConfig.of({option: 1e308})
 
 
-@pytest.mark.parametrize("name", ["checkpoint_every", "trace", "tensorboard"])
+@pytest.mark.parametrize("name", ["checkpoint_every", "trace", "tensorboard", "sinks"])
 def test_an_option_that_writes_files_needs_a_folder(name):
     with raising(UsageError, f"{name} writes files", "Give out as well"):
-        TrainConfig(job="digits-mlp", **{name: 1 if name == "checkpoint_every" else True})
+        TrainConfig(job="digits-mlp", **{name: {"checkpoint_every": 1, "sinks": "wandb"}.get(name, True)})

@@ -19,6 +19,8 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "atari": ("ale_py", "cv2"),
     "text": ("tokenizers", "transformers"),
     "tensorboard": ("tensorboard",),
+    "wandb": ("wandb",),
+    "mlflow": ("mlflow", "sqlalchemy", "alembic"),
     "ray": ("ray",),
     "integrations": ("accelerate", "lightning", "transformers"),
 }

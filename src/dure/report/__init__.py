@@ -23,17 +23,19 @@ Nothing here reads a clock, and nothing imports a runtime or a method.
 from dure.core.meter import Span
 from dure.core.target import Target
 from dure.report.comparison import FittedComparison
-from dure.report.files import JsonLines, Sink, TensorBoard
+from dure.report.files import JsonLines, Sink
 from dure.report.html import write_report
 from dure.report.metrics import TimeShare, VersionCounts, time_to
 from dure.report.progress import Progress
 from dure.report.record import RunFolder
 from dure.report.run import Run, read_run
+from dure.report.sinks import MLflow, TensorBoard, WandB
 from dure.report.trace import write_trace
 
 __all__ = [
     "FittedComparison",
     "JsonLines",
+    "MLflow",
     "Progress",
     "Run",
     "RunFolder",
@@ -43,6 +45,7 @@ __all__ = [
     "TensorBoard",
     "TimeShare",
     "VersionCounts",
+    "WandB",
     "read_run",
     "time_to",
     "write_report",

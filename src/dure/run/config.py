@@ -219,7 +219,10 @@ class RunOptions(Checked):
     trace: Changes[bool] = False
     """Write trace.json, which Perfetto opens: the times at which each worker computed, sent and waited. Needs --out."""
     tensorboard: Changes[bool] = False
-    """Write TensorBoard events. Needs --out."""
+    """Write TensorBoard events: --sink tensorboard. Needs --out."""
+    sinks: Annotated[Changes[Repeated[Texts]], FlagName("sink")] = ()
+    """Write the history also as wandb (an offline run of W&B), mlflow (a SQLite file), tensorboard, or by your own
+    FILE.py:CLASS. Repeat it. Needs --out."""
     device: Changes[str | None] = None
     """Device of the replicas: cpu, cuda (workers take the GPUs in turn), cuda:1 (all workers on this one), or auto:
     accelerators if PyTorch finds some, else cpu. cpu if left out. Servers and actors stay on the CPU; a virtual run is
@@ -261,7 +264,7 @@ class RunOptions(Checked):
                 f"warn_after={self.warn_after:g} names a frozen process after frozen_after={self.frozen_after:g}, when "
                 "it has been given up. Give fewer seconds than that."
             )
-        for name in ("checkpoint_every", "trace", "tensorboard"):
+        for name in ("checkpoint_every", "trace", "tensorboard", "sinks"):
             if getattr(self, name) and self.out is None and getattr(self, "resume", None) is None:
                 raise UsageError(f"{name} writes files, and there is no folder for them. Give out as well.")
 

@@ -16,11 +16,12 @@ from dure.core.user_code import explain_user_errors
 from dure.errors import CheckpointError, DivergedError, UsageError
 from dure.job.job import Job
 from dure.job.validation import try_to_count, validate_job
-from dure.report.files import TensorBoard, Unwritten, replacing
+from dure.report.files import replacing
 from dure.report.labels import as_written
 from dure.report.progress import Progress
 from dure.report.record import TRACE, RunFolder, versions
 from dure.report.run import Run
+from dure.report.sinks import Sinks, made_by
 from dure.report.trace import write_trace
 from dure.run import checkpoint
 from dure.run.break_even import break_even_summary
@@ -40,11 +41,7 @@ from dure.runtime.memory import check_memory, usable_memory
 from dure.runtime.virtual.cluster import Cluster
 
 if TYPE_CHECKING:
-    from dure.report.files import Sink
     from dure.run.checkpoint import Parts
-
-TENSORBOARD = "tensorboard"
-"""The folder of TensorBoard's events in the folder of a run."""
 
 
 def train(job: str | Job, *, sync: Any = None, on: str | Cluster = "", **options: Any) -> Run:
@@ -79,6 +76,8 @@ def run(config: TrainConfig, prebuilt: Prebuilt = Prebuilt()) -> Run:
 def _carry_out(config: TrainConfig, prebuilt: Prebuilt) -> Run:
     if config.tensorboard:
         import_extra("tensorboard", "--tensorboard")
+    for name in config.sinks:
+        made_by(name)
     launcher = launcher_of(config.on)
     if launcher is None:
         return _run_here(config, prebuilt, None)
@@ -142,14 +141,11 @@ def _recording(setup: Setup, interruption: Interruption) -> Iterator[tuple[RunFo
     config = setup.config
     with ExitStack() as stack:
         folder = _folder(setup)
-        sinks: list[Sink] = []
         if folder is not None:
             stack.enter_context(folder)
             folder.write_config(config.plain(), config.written(), config.seeded, fingerprints(config.plain()))
-            if config.tensorboard:
-                with folder.unwritten.tolerated(TENSORBOARD):
-                    sinks.append(TensorBoard(folder.path / TENSORBOARD))
-                stack.callback(_close, sinks, folder.unwritten)
+            sinks = Sinks(folder.path, _sinks(config), config.plain(), folder.unwritten)
+            stack.callback(sinks.close)
         place = " (virtual)" if config.virtual else ""
         progress = stack.enter_context(Progress(_short(setup), place, clock=time.monotonic))
         rows: list[dict[str, Any]] = []
@@ -160,9 +156,7 @@ def _recording(setup: Setup, interruption: Interruption) -> Iterator[tuple[RunFo
             progress.returned(values.get("mean_return"))
             if folder is not None:
                 folder.append(values)
-                for sink in sinks:
-                    with folder.unwritten.tolerated(TENSORBOARD):
-                        sink.write(values)
+                sinks.write(values)
 
         def save(step: int, parts: Parts) -> None:
             assert folder is not None
@@ -191,10 +185,9 @@ def _with_history(rows: Sequence[dict[str, Any]]) -> Iterator[None]:
         raise
 
 
-def _close(sinks: Sequence[Sink], unwritten: Unwritten) -> None:
-    for sink in sinks:
-        with unwritten.tolerated(TENSORBOARD):
-            sink.close()
+def _sinks(config: TrainConfig) -> tuple[str, ...]:
+    """The names of the sinks of a run."""
+    return (*["tensorboard"] * config.tensorboard, *config.sinks)
 
 
 def _short(setup: Setup) -> str:
