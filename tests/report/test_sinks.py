@@ -4,6 +4,7 @@ import json
 import math
 import struct
 import sys
+import time
 
 import pytest
 from support.wording import raising
@@ -46,7 +47,7 @@ class Full(Lines):
 def records(content):
     """The records of a file of W&B: after 7 bytes a log of LevelDB, whose blocks have 32 KiB."""
     place, whole, block = 7, b"", 1 << 15
-    while place < len(content):
+    while place + 7 <= len(content):
         if block - place % block < 7:
             place += block - place % block
             continue
@@ -59,14 +60,17 @@ def records(content):
 
 
 def in_wandb(folder):
-    """The rows and the options of the offline run in `folder`."""
+    """The rows and the options of the offline run in `folder`, whose file is written by another process."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     [file] = folder.glob("wandb/offline-run-*/*.wandb")
+    end = time.monotonic() + 30
+    while not any(Record.FromString(each).HasField("exit") for each in records(file.read_bytes())):
+        assert time.monotonic() < end
+        time.sleep(0.05)
     rows, options = [], {}
     for each in records(file.read_bytes()):
-        record = Record()
-        record.ParseFromString(each)
+        record = Record.FromString(each)
         if record.HasField("history"):
             items = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
             rows.append({name: value for name, value in items.items() if name[:1] != "_"})
