@@ -1,0 +1,189 @@
+"""The Trainer of transformers, training by a method of dure: `DureTrainer(..., sync="averaging:period=8")`.
+
+The Trainer's loop stays. These of its methods are extended; all but `evaluate`, `predict` and `save_model` are private
+and change with versions:
+
+| method                   | what it does in addition                                                            |
+|--------------------------|-------------------------------------------------------------------------------------|
+| `_prepare_for_training`  | attaches the model, which is not wrapped, and loads the state of this rank           |
+| `_inner_training_loop`   | tells the other ranks of an error                                                   |
+| `_maybe_log_save_evaluate`, `evaluate`, `predict`, `save_model` | have the model that the method would deliver |
+| `_save_rng_state`        | writes the state of this rank: every rank calls it, before `trainer_state.json`     |
+| `_finalize_training`     | closes the replica first: a best model that is loaded then is the last word         |
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers import Trainer
+
+import dure
+from dure.errors import UsageError
+from dure.integrations.accelerate import check_kind, check_version, hold_back, load_rank_if_any, route
+from dure.integrations.rank_files import save_rank
+from dure.sync.bsp import BSP
+from dure.topology.collective.choice import Collective
+
+if TYPE_CHECKING:
+    from dure.user_loop.attached import Attached
+
+TESTED = "5.23.0"
+"""The version of transformers whose methods the tests have seen."""
+
+METHODS = (
+    "_prepare_for_training",
+    "_inner_training_loop",
+    "_maybe_log_save_evaluate",
+    "_save_rng_state",
+    "_finalize_training",
+)
+
+
+class DureTrainerMixin:
+    """A method of dure in a subclass of the Trainer: `class Mine(DureTrainerMixin, Seq2SeqTrainer)`.
+
+    Its constructor takes these beside the Trainer's arguments. `sync` and `topology` are those of `dure.attach`,
+    `frozen_after` (seconds) and `key_file` too. `codec` encodes the gradients of `bsp` over collectives: the Trainer's
+    DistributedDataParallel stays, with `dure.hook(codec)`. `replica` is the attached model while `train` runs, and None
+    elsewhere and with a codec.
+
+    Raises:
+        UsageError: a codec with another method than `bsp`, arguments by which ranks would save at different steps, or
+            a version of transformers that lacks a method. At `train`: what `dure.attach` raises.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        sync: Any = None,
+        topology: Any = None,
+        codec: Any = None,
+        frozen_after: float = 30.0,
+        key_file: str | Path | None = None,
+        **options: Any,
+    ) -> None:
+        check_version("transformers", TESTED, Trainer, METHODS)
+        self.replica: Attached | None = None
+        self._how = {"sync": sync, "topology": topology, "frozen_after": frozen_after, "key_file": key_file}
+        self._hook = None if codec is None else _hook_of(codec, sync, topology)
+        super().__init__(*args, **options)
+        _check_arguments(self)
+
+    # ---- the model and its optimizer
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+        prepare: Any = super()._prepare_for_training  # type: ignore[misc]
+        accelerator = self.accelerator
+        if self._hook is not None:
+            found = prepare(max_steps, train_dataloader, resume_from_checkpoint)
+            if accelerator.num_processes > 1:
+                self.model_wrapped.register_comm_hook(None, self._hook)
+            return found
+        plain = accelerator.prepare_model
+        accelerator.prepare_model = partial(plain, evaluation_mode=True)  # keeps precision, makes no wrapper
+        try:
+            found = prepare(max_steps, train_dataloader, resume_from_checkpoint)
+        finally:
+            del accelerator.prepare_model
+        self.replica = replica = dure.attach(self.model, self.optimizer, buffers="rank0", **self._how)
+        route(self.optimizer, replica)
+        hold_back(accelerator, self.model, replica)
+        if resume_from_checkpoint is not None:
+            load_rank_if_any(resume_from_checkpoint, replica)
+        return found
+
+    # ---- the loop
+
+    def _inner_training_loop(
+        self,
+        batch_size: int | None = None,
+        args: Any = None,
+        resume_from_checkpoint: str | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> Any:
+        try:
+            return super()._inner_training_loop(  # type: ignore[misc]
+                batch_size, args, resume_from_checkpoint, trial, ignore_keys_for_eval
+            )
+        except BaseException as error:
+            if self.replica is not None:
+                self.replica.failed(error)
+            raise
+        finally:
+            self._detach()
+
+    def _maybe_log_save_evaluate(self, *args: Any, **options: Any) -> None:
+        due = self.control.should_evaluate or self.control.should_save
+        with self._delivered() if due else nullcontext():
+            super()._maybe_log_save_evaluate(*args, **options)  # type: ignore[misc]
+
+    def _finalize_training(self, *args: Any, **options: Any) -> Any:
+        if self.replica is not None:
+            self.replica.close()
+        return super()._finalize_training(*args, **options)  # type: ignore[misc]
+
+    # ---- evaluation and checkpoints
+
+    def evaluate(self, *args: Any, **options: Any) -> Any:
+        with self._delivered():
+            return super().evaluate(*args, **options)  # type: ignore[misc]
+
+    def predict(self, *args: Any, **options: Any) -> Any:
+        with self._delivered():
+            return super().predict(*args, **options)  # type: ignore[misc]
+
+    def save_model(self, *args: Any, **options: Any) -> None:
+        with self._delivered():
+            super().save_model(*args, **options)  # type: ignore[misc]
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)  # type: ignore[misc]
+        if self.replica is not None and self.replica.keeps_state:
+            save_rank(output_dir, self.replica)
+
+    def _delivered(self) -> AbstractContextManager[None]:
+        """Inside, the model has the values that the method would deliver now."""
+        replica = self.replica
+        return nullcontext() if replica is None or replica.closed else replica.evaluation()
+
+    def _detach(self) -> None:
+        """Give the Trainer its optimizer and accelerator back, for another `train`."""
+        replica, self.replica = self.replica, None
+        if replica is not None:
+            self.optimizer.optimizer = replica.optimizer
+            del self.accelerator.no_sync
+
+
+class DureTrainer(DureTrainerMixin, Trainer):
+    """The Trainer of transformers, training by a method of dure; its arguments are those of `DureTrainerMixin`."""
+
+
+def _hook_of(codec: Any, sync: Any, topology: Any) -> Any:
+    """The hook of a codec. Raises `UsageError` for a method that exchanges no gradients of all ranks at once."""
+    strategy = dure.Strategy.of(sync, topology, codec)
+    if not isinstance(strategy.sync, BSP) or not isinstance(strategy.topology, Collective):
+        raise UsageError(
+            f"a codec of DureTrainer encodes the gradients of bsp over collectives, and the strategy is {strategy}. "
+            'Leave out the codec, or write DureTrainer(..., codec="int8").'
+        )
+    return dure.hook(codec)
+
+
+def _check_arguments(trainer: Any) -> None:
+    """Raises `UsageError` for training arguments that no replica can follow."""
+    check_kind(trainer.accelerator)
+    if trainer.args.n_gpu > 1:
+        raise UsageError(
+            f"one process has {trainer.args.n_gpu} GPUs, which the Trainer uses by DataParallel. Start a process for "
+            "each: torchrun --nproc-per-node 2 script.py."
+        )
+    if trainer.args.enable_jit_checkpoint and trainer.args.world_size > 1:
+        raise UsageError(
+            "enable_jit_checkpoint=True lets each rank save after a timer of its own, so ranks may save at different "
+            'steps and wait for each other for ever. Leave it out, and save by save_strategy="steps".'
+        )
