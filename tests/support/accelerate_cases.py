@@ -17,13 +17,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 pytest.importorskip("accelerate")
 
-from accelerate import Accelerator, DistributedDataParallelKwargs  # noqa: E402
-from accelerate.state import AcceleratorState, GradientState  # noqa: E402
-from accelerate.utils import DataLoaderConfiguration, DDPCommunicationHookType, set_seed  # noqa: E402
+from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import DataLoaderConfiguration, DDPCommunicationHookType, set_seed
 
-import dure  # noqa: E402
-from dure.errors import DureError  # noqa: E402
-from dure.integrations.accelerate import attach  # noqa: E402
+import dure
+from dure.errors import DureError
+from dure.integrations.accelerate import attach
 
 RANK = int(os.environ.get("RANK", 0))
 WORLD = int(os.environ.get("WORLD_SIZE", 1))
@@ -218,7 +218,9 @@ def case_resume(folder):
 
 
 def case_three_ranks_read(folder):
-    return error_of(lambda: train("averaging:period=4", resume=str(Path(folder).parent / "averaging"), dtype=torch.float64))
+    return error_of(
+        lambda: train("averaging:period=4", resume=str(Path(folder).parent / "averaging"), dtype=torch.float64)
+    )
 
 
 def case_from_ddp(folder):
@@ -276,6 +278,22 @@ def case_two_models(folder):
     for replica in replicas:
         replica.close()
     return [same, [replica.clock for replica in replicas], type(copied).__name__]
+
+
+def case_uneven():
+    """Rank 1 has two batches less, of a loader that is not prepared. Batches that a rank takes, and its steps."""
+    accelerator = accelerator_of()
+    model = Net()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model, replica = attach(accelerator, model, optimizer, sync="averaging:period=2")
+    taken = 0
+    for batch in DataLoader(samples(32 - 8 * RANK), batch_size=4):
+        taken += 1
+        accelerator.backward(loss_of(model, batch))
+        optimizer.step()
+        optimizer.zero_grad()
+    replica.close()
+    return [taken, replica.clock]
 
 
 def case_refusals():

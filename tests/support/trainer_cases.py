@@ -5,7 +5,6 @@ Rank r writes the values of all cases to FOLDER/r.json, as `attached.py` does. M
 
 import json
 import os
-import shutil
 import sys
 from pathlib import Path
 
@@ -16,22 +15,19 @@ from torch.nn.functional import cross_entropy
 
 pytest.importorskip("transformers")
 
-from safetensors.torch import load_file  # noqa: E402
-from transformers import (  # noqa: E402
+from safetensors.torch import load_file
+from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
-    PreTrainedModel,
-    Seq2SeqTrainer,
-    Seq2SeqTrainingArguments,
     Trainer,
     TrainerCallback,
     TrainingArguments,
     set_seed,
 )
-from transformers.trainer_callback import PrinterCallback  # noqa: E402
+from transformers.trainer_callback import PrinterCallback
 
-from dure.errors import DureError  # noqa: E402
-from dure.integrations.transformers import DureTrainer, DureTrainerMixin  # noqa: E402
+from dure.errors import DureError
+from dure.integrations.transformers import DureTrainer, DureTrainerMixin
 
 RANK = int(os.environ.get("RANK", 0))
 WORLD = int(os.environ.get("WORLD_SIZE", 1))

@@ -6,9 +6,8 @@
     ...
     replica.close()
 
-`prepare` has wrapped the model in DistributedDataParallel; the wrapper goes, and its hooks with it. `_Ties` replaces the
-methods of this accelerator that treat the model in another way from then on. Once the replica is closed, they do what
-they did before.
+`prepare` has wrapped the model in DistributedDataParallel. `attach` removes the wrapper and its hooks, and `_Ties`
+replaces methods of this accelerator. Once the replica is closed, these methods do what they did before.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -77,7 +76,7 @@ def attach(
         buffers="rank0",
     )
     if model is not module:
-        model._remove_autograd_hooks()
+        cast("Any", model)._remove_autograd_hooks()
     route(optimizer, replica)
     _Ties(accelerator, module, replica)
     return module, replica
@@ -230,8 +229,8 @@ def _module_of(accelerator: Accelerator, model: nn.Module, optimizer: torch.opti
     handler = accelerator.ddp_handler
     if handler is not None and handler.comm_hook.value != "no":
         raise UsageError(
-            f"the hook {handler.comm_hook.value} of DistributedDataParallelKwargs would not run: attach synchronizes in "
-            'place of DistributedDataParallel. Leave it out; for a codec leave attach out and write model.register_'
+            f"the hook {handler.comm_hook.value} of DistributedDataParallelKwargs would not run: attach synchronizes "
+            "in place of DistributedDataParallel. Leave it out; for a codec leave attach out and write model.register_"
             'comm_hook(None, dure.hook("int8")).'
         )
     return module

@@ -3,13 +3,14 @@
 The Trainer's loop stays. These of its methods are extended; all but `evaluate`, `predict` and `save_model` are private
 and change with versions:
 
-| method                   | what it does in addition                                                            |
-|--------------------------|-------------------------------------------------------------------------------------|
-| `_prepare_for_training`  | attaches the model, which is not wrapped, and loads the state of this rank           |
-| `_inner_training_loop`   | tells the other ranks of an error                                                   |
-| `_maybe_log_save_evaluate`, `evaluate`, `predict`, `save_model` | have the model that the method would deliver |
-| `_save_rng_state`        | writes the state of this rank: every rank calls it, before `trainer_state.json`     |
-| `_finalize_training`     | closes the replica first: a best model that is loaded then is the last word         |
+| method                              | addition                                                                     |
+|-------------------------------------|------------------------------------------------------------------------------|
+| `_prepare_for_training`             | attaches the model without a wrapper, and loads the state of this rank       |
+| `_inner_training_loop`              | reports an error to the other ranks                                          |
+| `_maybe_log_save_evaluate`          | one delivery of the method's model for an evaluation and a save              |
+| `evaluate`, `predict`, `save_model` | the model that the method would deliver                                      |
+| `_save_rng_state`                   | writes the state of this rank: all ranks call it, before `trainer_state.json` |
+| `_finalize_training`                | closes the replica first, since the best model is loaded after that          |
 """
 
 from __future__ import annotations
@@ -55,6 +56,12 @@ class DureTrainerMixin:
         UsageError: a codec with another method than `bsp`, arguments by which ranks would save at different steps, or
             a version of transformers that lacks a method. At `train`: what `dure.attach` raises.
     """
+
+    accelerator: Any
+    control: Any
+    model: Any
+    model_wrapped: Any
+    optimizer: Any
 
     def __init__(
         self,
@@ -111,9 +118,10 @@ class DureTrainerMixin:
                 batch_size, args, resume_from_checkpoint, trial, ignore_keys_for_eval
             )
         except BaseException as error:
-            if self.replica is not None:
-                self.replica.failed(error)
-            raise
+            told = error if self.replica is None else self.replica.failed(error)
+            if told is error:
+                raise
+            raise told from error
         finally:
             self._detach()
 

@@ -515,7 +515,7 @@ class Lifetime:
         if self.error is not None:
             return self.error
         reachable = self._monitor.reachable
-        reason = _reason(self._rendezvous) if isinstance(error, PeerLost) and reachable else None
+        reason = _reason(self._rendezvous) if _is_of_others(error) and reachable else None
         self.error = error if reason is None else PeerLost(f"{reason}. {error}")
         if reachable:  # before connections close: a rank that loses one looks into the store for the cause
             report_failure(self._rendezvous, error)
@@ -550,6 +550,13 @@ def _reason(rendezvous: Rendezvous) -> str | None:
     with suppress(RuntimeError):
         return rendezvous.failure()
     return None
+
+
+def _is_of_others(error: BaseException) -> bool:
+    """Whether another rank is the cause: dure has lost it, or a collective of the loop's own has."""
+    return isinstance(error, PeerLost) or (
+        isinstance(error, RuntimeError) and "Connection closed by peer" in str(error)
+    )
 
 
 def _warn_of_no_close(rank: int) -> None:
