@@ -93,8 +93,7 @@ def test_what_cannot_be_attached_is_refused(ranks):
         )
         assert hooked == (
             "the hook fp16 of DistributedDataParallelKwargs would not run: attach synchronizes in place of "
-            "DistributedDataParallel. Leave it out; for a codec leave attach out and write "
-            'model.register_comm_hook(None, dure.hook("int8")).'
+            'DistributedDataParallel. Leave it out; attach(..., codec="int8") encodes what is sent.'
         )
         assert rank["wrapper_is_not_called"].startswith(
             "DistributedDataParallel was called around an attached model: it would synchronize"

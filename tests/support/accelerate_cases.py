@@ -21,7 +21,6 @@ from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DataLoaderConfiguration, DDPCommunicationHookType, set_seed
 
-import dure
 from dure.errors import DureError
 from dure.integrations.accelerate import attach
 
@@ -63,9 +62,9 @@ def loss_of(model, batch):
 
 def train(
     way, *, dtype=torch.float32, clip=None, value=None, epochs=2, count=96, net=None, options=None, kind=None,
-    save_at=None, resume=None, folder=None, close=True, schedule=True, topology=None, ddp=None
+    save_at=None, resume=None, folder=None, close=True, schedule=True, topology=None, codec=None, ddp=None
 ):  # fmt: skip
-    """Losses of this rank's batches and of evaluations, and the state of the model; by DDP, a codec or a method."""
+    """Losses of this rank's batches and of evaluations, and the state of the model; by DDP or a method."""
     if ddp:
         options = {**(options or {}), "kwargs_handlers": [DistributedDataParallelKwargs(**ddp)]}
     ordered = DataLoaderConfiguration(use_seedable_sampler=True)
@@ -79,10 +78,8 @@ def train(
     held = DataLoader(samples(32, seed=2, dtype=dtype), batch_size=8)
     model, optimizer, loader, held, scheduler = accelerator.prepare(model, optimizer, loader, held, scheduler)
     replica = None
-    if way.startswith("hook"):
-        model.register_comm_hook(None, dure.hook(way[5:]))
-    elif way != "ddp":
-        model, replica = attach(accelerator, model, optimizer, sync=way, topology=topology)
+    if way != "ddp":
+        model, replica = attach(accelerator, model, optimizer, sync=way, topology=topology, codec=codec)
     losses, scores, norms, step = [], [], [], 0
     if resume:
         accelerator.load_state(resume)
@@ -113,7 +110,7 @@ def train(
                 if RANK == 0:
                     Path(folder, "step.json").write_text(json.dumps(step))
                 accelerator.wait_for_everyone()
-        if way in ("ddp", "bsp") or way.startswith("hook"):
+        if way in ("ddp", "bsp"):
             scores.append(evaluated(model, held))
         else:
             with replica.evaluation():
@@ -190,7 +187,7 @@ METHODS = {
     "bsp": {"way": "bsp"},
     "averaging": {"way": "averaging:period=8"},
     "diloco": {"way": "diloco:period=8"},
-    "int8": {"way": "hook int8"},
+    "int8": {"way": "bsp", "codec": "int8"},
     "servers": {"way": "ssp:bound=2", "topology": "ps:shards=2"},
 }
 

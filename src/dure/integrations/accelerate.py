@@ -33,6 +33,7 @@ from dure.integrations.rank_files import load_rank, save_rank
 if TYPE_CHECKING:
     from torch.amp import GradScaler
 
+    from dure.codec.base import Codec
     from dure.sync.base import Sync
     from dure.topology.collective.choice import Collective
     from dure.topology.parameter_server.choice import ParameterServer
@@ -51,14 +52,15 @@ def attach(
     *,
     sync: Sync | str | None = None,
     topology: Collective | ParameterServer | str | None = None,
+    codec: Codec | str | None = None,
     frozen_after: float = 30.0,
     key_file: str | Path | None = None,
 ) -> tuple[nn.Module, Attached]:
     """Attach what `accelerator.prepare` gave to a method; returns the model to call, and the replica.
 
-    `sync`, `topology`, `frozen_after` (seconds) and `key_file` are those of `dure.attach`; buffers are those of rank 0,
-    as under DistributedDataParallel. The loop stays: `accelerator.accumulate`, `backward`, `clip_grad_norm_`,
-    `optimizer.step()`, `save_state` and `load_state`. Close the replica after the last step.
+    `sync`, `topology`, `codec`, `frozen_after` (seconds) and `key_file` are those of `dure.attach`. Buffers are those
+    of rank 0, as under DistributedDataParallel. The loop stays: `accelerator.accumulate`, `backward`,
+    `clip_grad_norm_`, `optimizer.step()`, `save_state` and `load_state`. Close the replica after the last step.
 
     Raises:
         UsageError: the model or the optimizer is not what `accelerator.prepare` gave, Accelerate trains by another way
@@ -71,6 +73,7 @@ def attach(
         optimizer,
         sync=sync,
         topology=topology,
+        codec=codec,
         frozen_after=frozen_after,
         key_file=key_file,
         buffers="rank0",
@@ -230,8 +233,7 @@ def _module_of(accelerator: Accelerator, model: nn.Module, optimizer: torch.opti
     if handler is not None and handler.comm_hook.value != "no":
         raise UsageError(
             f"the hook {handler.comm_hook.value} of DistributedDataParallelKwargs would not run: attach synchronizes "
-            "in place of DistributedDataParallel. Leave it out; for a codec leave attach out and write model.register_"
-            'comm_hook(None, dure.hook("int8")).'
+            'in place of DistributedDataParallel. Leave it out; attach(..., codec="int8") encodes what is sent.'
         )
     return module
 

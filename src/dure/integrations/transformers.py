@@ -26,8 +26,6 @@ import dure
 from dure.errors import UsageError
 from dure.integrations.accelerate import check_kind, check_version, hold_back, load_rank_if_any, route
 from dure.integrations.rank_files import save_rank
-from dure.sync.bsp import BSP
-from dure.topology.collective.choice import Collective
 
 if TYPE_CHECKING:
     from dure.user_loop.attached import Attached
@@ -47,14 +45,12 @@ METHODS = (
 class DureTrainerMixin:
     """A method of dure in a subclass of the Trainer: `class Mine(DureTrainerMixin, Seq2SeqTrainer)`.
 
-    Its constructor takes these beside the Trainer's arguments. `sync` and `topology` are those of `dure.attach`,
-    `frozen_after` (seconds) and `key_file` too. `codec` encodes the gradients of `bsp` over collectives: the Trainer's
-    DistributedDataParallel stays, with `dure.hook(codec)`. `replica` is the attached model while `train` runs, and None
-    elsewhere and with a codec.
+    Beside the Trainer's arguments, its constructor takes `sync`, `topology`, `codec`, `frozen_after` (seconds) and
+    `key_file` of `dure.attach`. `replica` is the attached model while `train` runs, and None elsewhere.
 
     Raises:
-        UsageError: a codec with another method than `bsp`, arguments by which ranks would save at different steps, or
-            a version of transformers that lacks a method. At `train`: what `dure.attach` raises.
+        UsageError: arguments by which ranks would save at different steps, a model that the Trainer shards, or a
+            version of transformers that lacks a method. At `train`: what `dure.attach` raises.
     """
 
     accelerator: Any
@@ -75,8 +71,8 @@ class DureTrainerMixin:
     ) -> None:
         check_version("transformers", TESTED, Trainer, METHODS)
         self.replica: Attached | None = None
-        self._how = {"sync": sync, "topology": topology, "frozen_after": frozen_after, "key_file": key_file}
-        self._hook = None if codec is None else _hook_of(codec, sync, topology)
+        self._how = {"sync": sync, "topology": topology, "codec": codec}
+        self._limits: dict[str, Any] = {"frozen_after": frozen_after, "key_file": key_file}
         super().__init__(*args, **options)
         _check_arguments(self)
 
@@ -85,18 +81,13 @@ class DureTrainerMixin:
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         prepare: Any = super()._prepare_for_training  # type: ignore[misc]
         accelerator = self.accelerator
-        if self._hook is not None:
-            found = prepare(max_steps, train_dataloader, resume_from_checkpoint)
-            if accelerator.num_processes > 1:
-                self.model_wrapped.register_comm_hook(None, self._hook)
-            return found
         plain = accelerator.prepare_model
         accelerator.prepare_model = partial(plain, evaluation_mode=True)  # keeps precision, makes no wrapper
         try:
             found = prepare(max_steps, train_dataloader, resume_from_checkpoint)
         finally:
             del accelerator.prepare_model
-        self.replica = replica = dure.attach(self.model, self.optimizer, buffers="rank0", **self._how)
+        self.replica = replica = dure.attach(self.model, self.optimizer, buffers="rank0", **self._how, **self._limits)
         route(self.optimizer, replica)
         hold_back(accelerator, self.model, replica)
         if resume_from_checkpoint is not None:
@@ -169,17 +160,6 @@ class DureTrainerMixin:
 
 class DureTrainer(DureTrainerMixin, Trainer):
     """The Trainer of transformers, training by a method of dure; its arguments are those of `DureTrainerMixin`."""
-
-
-def _hook_of(codec: Any, sync: Any, topology: Any) -> Any:
-    """The hook of a codec. Raises `UsageError` for a method that exchanges no gradients of all ranks at once."""
-    strategy = dure.Strategy.of(sync, topology, codec)
-    if not isinstance(strategy.sync, BSP) or not isinstance(strategy.topology, Collective):
-        raise UsageError(
-            f"a codec of DureTrainer encodes the gradients of bsp over collectives, and the strategy is {strategy}. "
-            'Leave out the codec, or write DureTrainer(..., codec="int8").'
-        )
-    return dure.hook(codec)
 
 
 def _check_arguments(trainer: Any) -> None:
