@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from support.wording import raising
 
 import dure
 from dure.errors import UsageError
+from dure.report import read_run
 from dure.runtime.virtual.cluster import Cluster, SharedHost
 
 
@@ -58,3 +61,13 @@ def test_real_and_virtual_runs_of_one_host_are_compared(tmp_path: Path) -> None:
     assert virtual["machines"].endswith(f"2 workers on a machine of 2 cores, as measured on {socket.gethostname()}")
     assert found.report is not None
     assert f"How wrong virtual time is on {socket.gethostname()}" in found.report.read_text()
+
+
+@pytest.mark.long
+def test_a_run_under_torchrun_tells_the_hosts_of_its_ranks(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", "dure"]
+    command += ["train", "digits-mlp", "--on", "torchrun", "--steps", "2", "--out", str(tmp_path / "run")]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    found = read_run(tmp_path / "run")
+    assert found.figures["machines"] == f"2 workers on {socket.gethostname()}, torchrun"
+    assert found.written[:2] == ["job", "workers"]

@@ -140,7 +140,8 @@ def summary(setup: Setup, outcome: Outcome, time: str) -> dict[str, Any]:
 def machines_of(setup: Setup, cluster: Cluster | None) -> dict[str, Any]:
     """The machines of the run's seconds, in words, and the names of their hosts where these are known.
 
-    A cluster that was measured on a host describes the same machines as a run there.
+    A cluster that was measured on a host describes the same machines as a run there. Launchers that know more of their
+    machines add it to the notes of the outcome.
     """
     on = setup.config.on
     if cluster is not None:

@@ -249,7 +249,7 @@ def _save(place: Path, step: int, parts: Parts) -> None:
 def _finish(setup: Setup, outcome: Outcome, folder: RunFolder | None, cluster: Cluster | None) -> Run:
     config = setup.config
     kind = "virtual" if config.virtual else "real"
-    figures = summary(setup, outcome, kind) | machines_of(setup, cluster)
+    figures = machines_of(setup, cluster) | summary(setup, outcome, kind)
     if setup.codec is not None:
         figures["payoff"] = break_even_summary(setup, outcome.totals, cluster)
     figures["unwritten"] = {} if folder is None else folder.unwritten.causes

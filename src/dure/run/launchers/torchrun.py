@@ -133,8 +133,18 @@ def _lead(
         driver = Driver(setup, callbacks, ranks, folder=folder, interface=interface, credentials=credentials)
         stack.callback(driver.close)
         outcome = driver.run(saved)
-    outcome.notes |= in_summary(devices)
+    outcome.notes |= in_summary(devices) | _machines(rendezvous)
     return outcome
+
+
+def _machines(rendezvous: Rendezvous) -> dict[str, str]:
+    """The hosts of all ranks, in words, for the summary; nothing if the note of a rank cannot be read."""
+    ranks = range(rendezvous.place.world_size)
+    with suppress(RemoteError):
+        names = [rendezvous.get(f"device {rank}", 1.0)[1] for rank in ranks if rank]
+        hosts = ", ".join(dict.fromkeys([socket.gethostname(), *names]))
+        return {"machines": f"{len(ranks)} worker{'s' if len(ranks) != 1 else ''} on {hosts}, torchrun"}
+    return {}
 
 
 def _devices(rendezvous: Rendezvous, setup: Setup) -> list[str]:
