@@ -50,7 +50,7 @@ LACKING = 3
 class CommandResult:
     """The result of a command: `values` for `--json`, `shown` (tables, text) for people, `said` on standard error.
 
-    `status` is the exit status.
+    A function in `shown` writes to the console that it is given. `status` is the exit status.
     """
 
     values: dict[str, Any]
@@ -368,7 +368,28 @@ class Scale(Printed):
         return CommandResult(asdict(scale), said=said)
 
 
-Command = Methods | Train | Compare | Report | Reproduce | Probe | Plan | Rl | Scale
+@dataclass(frozen=True, kw_only=True)
+class Watch(Printed):
+    """The progress, loss, accuracy, workers, bytes and seconds of a run that is going on, until it is over."""
+
+    example: ClassVar[str] = "dure watch runs/demo"
+
+    folder: Positional[Path] = Path()
+    """The folder (--out) of the run."""
+
+    def execute(self, interruption: Interruption) -> CommandResult:
+        """Show the run until it is over; return its figures."""
+        from dure.cli.watch import watch
+        from dure.report.record import require_run
+
+        require_run(self.folder)
+        values: dict[str, Any] = {}
+        return CommandResult(
+            values, [lambda console: values.update(watch(self.folder, interruption, console).summary())]
+        )
+
+
+Command = Methods | Train | Compare | Report | Reproduce | Probe | Plan | Rl | Scale | Watch
 COMMANDS: Mapping[str, type[Command]] = {kind.__name__.lower(): kind for kind in get_args(Command)}
 
 

@@ -147,7 +147,10 @@ def _show(what: Any, stream: TextIO) -> None:
     console = Console(file=stream)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console = Console(file=stream, width=WIDTH)
-    console.print(_Printable(what))
+    if callable(what):
+        what(console)
+    else:
+        console.print(_Printable(what))
 
 
 @dataclass(frozen=True)

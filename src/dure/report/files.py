@@ -11,11 +11,12 @@ None.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, BinaryIO, Protocol, cast
 
@@ -89,6 +90,11 @@ class AppendedFile:
         self._file = cast(BinaryIO, path.open("ab", buffering=0))
         self._kept = b""
 
+    def lock(self) -> None:
+        """Hold a lock that other writers may hold, too, until `close` or the end of this process."""
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+
     def append(self, record: bytes) -> None:
         """Append a record after those that are kept. Raises OSError if they cannot be written."""
         self._kept += record
@@ -106,6 +112,18 @@ class AppendedFile:
         """Close the file. Raises OSError if records are lost because the disk is still full."""
         with self._file:
             self.append(b"")
+
+
+def has_writer(path: Path) -> bool:
+    """Whether a process has locked the file `path` (`AppendedFile.lock`). False if the file system has no locks."""
+    with path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return False
 
 
 class Unwritten:
@@ -146,11 +164,12 @@ class JsonLines:
     """Appends one line for each row to `path`, after its last complete line.
 
     After `write` has returned, a kill of this process does not lose the row. A row that the disk has no space for is
-    written before the next one.
+    written before the next one. Until `close`, `has_writer` says so of the file.
     """
 
     def __init__(self, path: str | Path) -> None:
         self._file = AppendedFile(Path(path))
+        self._file.lock()
         _drop_torn_line(Path(path))  # after `AppendedFile` has created it; appends follow the new end
 
     def write(self, row: Mapping[str, Any]) -> None:

@@ -27,7 +27,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from dure.core.regular_file import CHECKPOINTS, read_regular
 from dure.core.user_code import record
 from dure.errors import RecordError, UsageError
-from dure.report.files import JsonLines, Unwritten, from_json, replacing, to_json
+from dure.report.files import JsonLines, Unwritten, from_json, has_writer, replacing, to_json
 
 Row = Mapping[str, Any]
 """A line of `history.jsonl`."""
@@ -61,6 +61,8 @@ class RunRecord:
     seed: int | None = None
     code: Mapping[str, Any] = field(default_factory=dict)
     written: Sequence[str] = ()
+    steps: int | None = None
+    """Mini-batches per worker that the run makes at most; older records have none."""
 
     def summary(self) -> dict[str, Any]:
         """The figures of `dure train --json`; for a run that did not finish, those of its last row of history."""
@@ -183,13 +185,15 @@ class RunFolder:
         written: Sequence[str] = (),
         seed: int | None = None,
         code: Mapping[str, Any] = MappingProxyType({}),
+        steps: int | None = None,
     ) -> None:
         """Write `config.json`: the configuration, the seed, the `code` that the configuration names, and versions.
 
-        The versions are those of this environment. `written` names the options that are not defaults.
+        The versions are those of this environment. `written` names the options that are not defaults. `steps` are the
+        mini-batches per worker.
         """
-        found = {"config": config, "written": list(written), "seed": seed, "versions": versions(), "code": dict(code)}
-        self._write(CONFIG, found)
+        found = {"config": config, "written": list(written), "seed": seed, "steps": steps}
+        self._write(CONFIG, {**found, "versions": versions(), "code": dict(code)})
 
     def append(self, row: Row) -> None:
         """Append a row to the history; the operating system has it when `append` returns, unless the disk is full.
@@ -257,6 +261,13 @@ def _row(path: Path, number: int, line: bytes) -> dict[str, Any]:
     return check_row(row, f"line {number} of {path}")
 
 
+def goes_on(path: Path) -> bool:
+    """Whether a process of this machine writes the record of the run in `path`, or may still begin to."""
+    if (path / SUMMARY).exists():
+        return False
+    return not (path / HISTORY).exists() or has_writer(path / HISTORY)
+
+
 def require_run(path: Path) -> None:
     """Raise `UsageError` unless `path` is the folder of a run."""
     if not path.is_dir():
@@ -294,6 +305,7 @@ class _Config(_Open):
     config: dict[str, Any]
     written: list[str] = []
     seed: int | None = None
+    steps: int | None = None
     versions: dict[str, str] = {}
 
 

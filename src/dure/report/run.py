@@ -45,4 +45,4 @@ def read_run(path: str | Path) -> Run:
     figures = check_figures(read_object(summary), str(summary)) if summary.exists() else {}
     history = read_history(path / HISTORY)
     rest = (record.get("versions", {}), record.get("seed"), record.get("code", {}), record.get("written", ()))
-    return Run(config, history, figures, path, *rest)
+    return Run(config, history, figures, path, *rest, steps=record.get("steps"))

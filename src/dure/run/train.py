@@ -143,8 +143,9 @@ def _recording(setup: Setup, interruption: Interruption) -> Iterator[tuple[RunFo
         folder = _folder(setup)
         if folder is not None:
             stack.enter_context(folder)
-            folder.write_config(config.plain(), config.written(), config.seeded, fingerprints(config.plain()))
-            sinks = Sinks(folder.path, _sinks(config), config.plain(), folder.unwritten)
+            plain, steps = config.plain(), setup.steps if setup.steps < ENDLESS else None
+            folder.write_config(plain, config.written(), config.seeded, fingerprints(plain), steps)
+            sinks = Sinks(folder.path, _sinks(config), plain, folder.unwritten)
             stack.callback(sinks.close)
         place = " (virtual)" if config.virtual else ""
         progress = stack.enter_context(Progress(_short(setup), place, clock=time.monotonic))
