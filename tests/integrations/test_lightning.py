@@ -16,7 +16,17 @@ ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.long, pytest.mark.xdist_group("lightning"), pytest.mark.timeout(400)]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
 EQUAL = ("fp64", "fp32", "sgd", "accumulation", "bf16", "fp16", "norm", "unused")
-OTHERS = ("methods", "resume", "several_checkpoints", "refusals", "servers", "from_ddp", "twice", "overflow")
+OTHERS = (
+    "methods",
+    "resume",
+    "several_checkpoints",
+    "refusals",
+    "servers",
+    "from_ddp",
+    "twice",
+    "overflow",
+    "validation",
+)
 
 
 def started(folder, *names, ranks=2, own=False):
@@ -35,7 +45,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ranks(folder):
-    return started(folder, *EQUAL, *OTHERS, "two_ranks_write")
+    return started(folder, *EQUAL, *OTHERS, "two_ranks_write", "raises")
 
 
 def distance(one, other):
@@ -78,12 +88,24 @@ def test_methods_end_near_bsp(ranks):
 @pytest.mark.parametrize("sync", ["bsp", "averaging:period=8", "diloco:period=8", "bsp 1bit"])
 def test_a_resumed_training_equals_an_uninterrupted_one(ranks, sync):
     for rank in ranks:
-        whole, rest, same_files = rank["resume"][sync]
+        whole, rest, same_files, last = rank["resume"][sync]
         assert len(whole["losses"]) == 24
         assert len(rest["losses"]) == 12
         assert whole["losses"][12:] == rest["losses"]
         assert whole["state"] == rest["state"]
         assert same_files
+        assert last == whole["state"]  # the last checkpoint is the final model
+
+
+def test_validation_is_of_what_the_method_would_deliver(ranks):
+    one, other = (rank["validation"] for rank in ranks)
+    assert one["losses"] != other["losses"]
+    assert one["scores"] == other["scores"]
+
+
+def test_an_error_at_one_rank_ends_all(ranks):
+    assert ranks[1]["raises"] == "RuntimeError: an error of the user's"
+    assert ranks[0]["raises"].startswith("PeerLost: rank 1 failed with RuntimeError: an error of the user's.")
 
 
 def test_states_of_ranks_are_removed_with_their_checkpoint(ranks):

@@ -49,7 +49,16 @@ class Net(lightning.LightningModule):
     """A classifier of four classes. `losses` are those of this rank's batches, `scores` those of validations."""
 
     def __init__(
-        self, *, norm=False, unused=False, schedule=False, sgd=False, manual=False, samples=48, dtype=torch.float32
+        self,
+        *,
+        norm=False,
+        unused=False,
+        schedule=False,
+        sgd=False,
+        manual=False,
+        fails=False,
+        samples=48,
+        dtype=torch.float32,
     ):
         super().__init__()
         torch.manual_seed(0)
@@ -57,12 +66,14 @@ class Net(lightning.LightningModule):
         self.head = nn.Linear(16, 4)
         if unused:
             self.spare = nn.Linear(4, 4)
-        self.automatic_optimization = not manual
+        self.automatic_optimization, self.fails = not manual, fails
         self.sgd, self.schedule, self.samples, self.kind = sgd, schedule, samples, dtype
         self.losses, self.scores = [], []
 
     def training_step(self, batch, _):
-        torch.manual_seed(self.global_step)  # dropout: Lightning does not restore the state of random numbers
+        torch.manual_seed(10 * self.global_step + RANK)  # dropout: Lightning does not restore random numbers
+        if self.fails and RANK == 1 and self.global_step == 3:
+            raise RuntimeError("an error of the user's")
         loss = cross_entropy(self.head(self.body(batch[0])), batch[1])
         self.losses.append(loss.item())
         return loss
@@ -159,6 +170,19 @@ def case_methods():
     return {name: fit(way, epochs=6, net={"sgd": True, "samples": 480}) for name, way in ways.items()}
 
 
+def case_validation():
+    """Scores of the same samples at all ranks, whose replicas differ."""
+    return fit(DureStrategy("averaging:period=100"), use_distributed_sampler=False)
+
+
+def case_raises():
+    """The last case: it breaks Lightning's process group."""
+    try:
+        fit(DureStrategy("averaging:period=4"), net={"fails": True})
+    except (DureError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
 # ---- checkpoints
 
 
@@ -181,6 +205,7 @@ def case_resume(folder):
             torch.load(place / "epoch=3.ckpt", weights_only=False)["state_dict"] for place in (here, here / "again")
         ]
         found[sync] = [whole, rest, all(torch.equal(alike[0][name], alike[1][name]) for name in alike[0])]
+        found[sync] += [{name: each.double().flatten().tolist() for name, each in alike[0].items()}]
     return found
 
 
