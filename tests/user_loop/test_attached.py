@@ -30,7 +30,7 @@ from dure.job.optimizer import OptimizerSpec
 from dure.job.replica import Replica
 from dure.run.config import TrainConfig
 from dure.run.launchers.torchrun import after_restart
-from dure.runtime.launch.rendezvous import RankEnvironment, place
+from dure.runtime.launch.rendezvous import RankEnvironment, announced, place
 from dure.runtime.memory import SHARD_PROCESS_NBYTES, check_memory
 from dure.user_loop.optimizer import ServerOptimizer
 
@@ -1586,6 +1586,17 @@ def test_labels_count_only_where_they_decide():
     data.targets = ["cat"]  # of no tensor, and of another length
     parts = [list(share_of(data, rank, 2)) for rank in range(2)]
     assert sorted(itertools.chain(*parts)) == list(range(9))
+
+
+def test_a_place_is_announced_for_a_while(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "5")
+    with announced(RankEnvironment(1, 2, "127.0.0.1", local_size=2, local_rank=1), 29500):
+        found = place()
+        assert (found.rank, found.world_size, found.master, found.local_size) == (1, 2, "127.0.0.1", 2)
+        assert os.environ["MASTER_PORT"] == "29500"
+    assert "RANK" not in os.environ
+    assert os.environ["WORLD_SIZE"] == "5"
 
 
 def test_places():
