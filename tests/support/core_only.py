@@ -96,11 +96,11 @@ def entries(name: str) -> set[Path]:
     return {site / file.parts[0] for file in found.files or () if file.parts[0] not in ("..", "__pycache__")}
 
 
-def run(python: Path, *arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+def run(python: Path, *arguments: str, folder: Path, seconds: float = 110) -> subprocess.CompletedProcess[str]:
     environment = {"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "HOME": str(folder)}
     command = [str(python), *arguments]
     return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=110, check=False
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=seconds, check=False
     )
 
 
