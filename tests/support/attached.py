@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -52,6 +53,7 @@ LONG = (
     "groups",
     "learns",
     "leaves_during_backward_with_ddp",
+    "loads_alone",
     "other_fails",
     "owner_fails",
     "quorum_of_the_living",
@@ -355,7 +357,8 @@ def join_group(name):
     """Make the default process group; a second one in the same store needs keys of its own."""
     place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = torch.distributed.PrefixStore(name, torch.distributed.TCPStore(*place, is_master=False))
-    torch.distributed.init_process_group("gloo", store=store, rank=RANK, world_size=WORLD)
+    limit = timedelta(seconds=20)  # of a wait for a rank that has left the group
+    torch.distributed.init_process_group("gloo", store=store, rank=RANK, world_size=WORLD, timeout=limit)
 
 
 def case_leaves_during_backward_with_ddp():
@@ -643,6 +646,24 @@ def case_gossip():
             averaged = replica._worker.sessions.peer.averaged
         end = module[0].weight.tolist()
         found[str(uneven)] = {"start": start.tolist(), "inside": inside, "end": end, "averaged": averaged}
+    return found
+
+
+def case_loads_alone():
+    """Rank 1 loads no state, and waits for rank 0 in a barrier of its own."""
+    join_group("loads alone")
+    module = model()
+
+    def loop():
+        replica = attach(module, torch.optim.SGD(module.parameters(), lr=0.1), "bsp", frozen_after=2.0)
+        if RANK == 0:
+            replica.load_state_dict(replica.state_dict())
+        with contextlib.suppress(RuntimeError):  # once the other rank has ended
+            torch.distributed.barrier()
+        replica.step()
+
+    found = error_of(loop)
+    torch.distributed.destroy_process_group()
     return found
 
 

@@ -388,6 +388,14 @@ def test_gossip_keeps_the_mean_of_all_models(ranks, uneven):
     assert other["averaged"] > 0
 
 
+@pytest.mark.long
+def test_a_rank_that_loads_a_state_alone_is_told(ranks):
+    for rank in ranks:
+        kind, text, _ = rank["loads_alone"]
+        assert kind == "PeerLost"
+        assert re.search(r"rank 1 in torch\.distributed\.barrier \(attached\.py:\d+\) and rank 0 in dure", text)
+
+
 def half(values):
     return values.half().float()
 
@@ -1339,58 +1347,6 @@ def test_what_is_no_optimizer_is_refused(wrap, words):
         dure.attach(module, wrap(optimizer))
     with pytest.raises(UsageError, match=r"needs a torch\.nn\.Module first, and got an object of type SGD"):
         dure.attach(optimizer, module)
-
-
-ACCELERATED = """
-import json, os, sys
-import torch
-from accelerate import Accelerator
-import dure
-
-accelerator = Accelerator(cpu=True)
-data = torch.utils.data.TensorDataset(torch.randn(64, 20, generator=torch.Generator().manual_seed(3)))
-
-def parts():
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(20, 40), torch.nn.ReLU(), torch.nn.Linear(40, 3))
-    return model, torch.optim.AdamW(model.parameters(), lr=0.01), torch.utils.data.DataLoader(data, batch_size=8)
-
-def trained(model, optimizer, loader, step):
-    for (x,) in [*loader] * 3:
-        accelerator.backward(model(x).square().mean())
-        step()
-        optimizer.zero_grad()
-    return [each.tolist() for each in accelerator.unwrap_model(model).parameters()]
-
-model, optimizer, loader = accelerator.prepare(*parts())
-expected = trained(model, optimizer, loader, optimizer.step)
-model, optimizer, loader = parts()
-model = accelerator.prepare_model(model, evaluation_mode=True)
-optimizer, loader = accelerator.prepare(optimizer, loader)
-with dure.attach(model, optimizer, sync="bsp") as replica:
-    same = trained(model, optimizer, loader, replica.step) == expected
-try:
-    dure.attach(*accelerator.prepare(*parts()[:2]))
-except dure.DureError as error:
-    refused = str(error)
-if accelerator.is_main_process:
-    with open(sys.argv[1], "w") as file:
-        json.dump([same, refused], file)
-torch.distributed.barrier()
-os._exit(0)
-"""
-
-
-@pytest.mark.soak
-def test_accelerate_equals_its_own_ddp_bit_for_bit(tmp_path):
-    program = tmp_path / "accelerated.py"
-    program.write_text(ACCELERATED, encoding="utf-8")
-    done = torchrun(program, tmp_path / "found.json")
-    assert done.returncode == 0, done.stderr[-3000:]
-    same, refused = json.loads((tmp_path / "found.json").read_text())
-    assert same
-    assert "Attach the module inside (model.module)" in refused
-    assert "has no gradient" not in done.stderr
 
 
 WRAPPED = """

@@ -483,9 +483,8 @@ class Lifetime:
     def agree_on(self, what: str, mine: Any) -> None:
         """Raise `UsageError` if another rank has another value; all ranks call this."""
         self._agreed += 1
-        for rank, theirs in enumerate(
-            self._rendezvous.exchange(f"agreed {self._node.identity.job} {self._agreed}", mine)
-        ):
+        name = f"agreed {self._node.identity.job} {self._agreed}"
+        for rank, theirs in enumerate(self._rendezvous.exchange(name, mine, self._monitor.check)):
             if theirs != mine:
                 raise UsageError(f"{what} is {mine} at rank {self._worker.rank}, and {theirs} at rank {rank}.")
 

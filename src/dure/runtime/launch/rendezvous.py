@@ -236,10 +236,10 @@ class Rendezvous:
             self._altered.add(name)
             log.warning("rank %d ignores a note: %s", self.place.rank, altered)
 
-    def exchange(self, name: str, mine: Any) -> list[Any]:
+    def exchange(self, name: str, mine: Any, check: Callable[[], None] = nothing) -> list[Any]:
         """Put `mine` under `name`, and wait for the notes of all ranks, in order of ranks."""
         self.put(f"{name} {self.place.rank}", mine)
-        return [self.get(f"{name} {rank}") for rank in range(self.place.world_size)]
+        return [self.get(f"{name} {rank}", check=check) for rank in range(self.place.world_size)]
 
     def part(self) -> None:
         """End the reads of this rank. Rank 0, whose process may hold the store, waits a little for the others."""

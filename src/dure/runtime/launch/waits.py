@@ -19,6 +19,8 @@ import torch
 PACKAGE = str(Path(__file__).parents[2])
 ENGINE = str(Path(torch.distributed.__file__).parent / "distributed_c10d.py")
 TORCH = str(Path(torch.__file__).parent)
+WAITS = ("run_until", "agree_on")
+"""Functions of dure in which a thread waits for other ranks, and calls `RankMonitor.check`."""
 
 
 class Wait(NamedTuple):
@@ -56,10 +58,8 @@ def _outward(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _ours(frames: list[FrameType]) -> FrameType | None:
-    """The frame in which dure waits for an operation."""
-    return next(
-        (f for f in frames if f.f_code.co_name == "run_until" and f.f_code.co_filename.startswith(PACKAGE)), None
-    )
+    """The frame in which dure waits for an operation, or for notes of all ranks."""
+    return next((f for f in frames if f.f_code.co_name in WAITS and f.f_code.co_filename.startswith(PACKAGE)), None)
 
 
 def _engines(frames: list[FrameType]) -> FrameType | None:
