@@ -323,6 +323,8 @@ def live():
 def test_a_handler_that_raises_ends_the_call_and_not_the_process(live, method, caplog):
     host, ask, failures = live
     host.serve("fragile", Fragile())
+    errors = []
+    host.on_error = errors.append
     said = f"{method} of fragile at server 0 has failed"
     with caplog.at_level(logging.ERROR, "dure"), pytest.raises(Refused, match=said):
         ask("fragile", method)
@@ -330,7 +332,8 @@ def test_a_handler_that_raises_ends_the_call_and_not_the_process(live, method, c
     assert not failures
     (record,) = [each for each in caplog.records if each.levelno == logging.ERROR]
     assert "called by worker 1" in record.getMessage()
-    assert record.exc_info is not None, "the traceback is lost"
+    assert f'File "{__file__}"' in record.getMessage(), "the frames of the service are lost"
+    assert len(errors) == 1, "the whole traceback is lost"
 
 
 def test_a_refused_call_does_not_reach_the_service(live):
