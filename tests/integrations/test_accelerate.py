@@ -1,11 +1,16 @@
 """`dure.integrations.accelerate.attach` beside Accelerate's own DDP, at ranks of a real torchrun."""
 
+from importlib.metadata import version
+
 import pytest
 
 pytest.importorskip("accelerate")
 
 from support import accelerate_cases as cases
 from support.trainers import distance, started
+
+from dure.errors import UsageError
+from dure.integrations.accelerate import check_version
 
 pytestmark = [pytest.mark.long, pytest.mark.xdist_group("accelerate"), pytest.mark.timeout(400)]
 EQUAL = ("fp64", "fp32", "sgd", "accumulation", "bf16", "norm", "unused", "split_batches", "dispatched")
@@ -98,3 +103,14 @@ def test_what_cannot_be_attached_is_refused(ranks):
         assert rank["wrapper_is_not_called"].startswith(
             "DistributedDataParallel was called around an attached model: it would synchronize"
         )
+
+
+def test_a_version_without_a_needed_method_is_refused_and_another_one_is_named(caplog):
+    with pytest.raises(UsageError) as refused:
+        check_version("accelerate", "0.1", object, ("no_sync",))
+    assert str(refused.value) == (
+        f"dure.integrations.accelerate needs object.no_sync, which accelerate {version('accelerate')} does not have. "
+        "Install accelerate==0.1, the version that is tested."
+    )
+    check_version("accelerate", "0.1", object, ())
+    assert "dure.integrations.accelerate is tested with accelerate 0.1, and this is" in caplog.text
