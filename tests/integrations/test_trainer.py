@@ -47,19 +47,17 @@ def test_with_batch_norm_losses_weights_and_the_buffers_of_rank_0_are_equal(rank
 
 THREE = (
     "this state is of a training with 2 ranks, and 3 are attached: each has a replica of its own. Start 2 ranks, or "
-    "load the model alone and leave the state.",
-    "FOLDER/averaging/checkpoint-6/dure/rank2.pt is missing: the checkpoint has the states of 2 ranks, and 3 are "
-    "started.",
+    "load the model alone and leave the state."
 )
 
 
 def test_bsp_differs_in_the_last_bits_at_three_ranks_and_a_checkpoint_of_two_is_refused(folder, ranks):
     below = folder / "three"
     below.mkdir()
-    for number, rank in enumerate(started(cases.__file__, below, "fp64", "three_ranks_read", ranks=3)):
+    for rank in started(cases.__file__, below, "fp64", "three_ranks_read", ranks=3):
         ddp, bsp = rank["fp64"]
         assert distance(ddp, bsp) < 1e-12
-        assert rank["three_ranks_read"] == THREE[number == 2].replace("FOLDER", str(folder))
+        assert rank["three_ranks_read"] == THREE
 
 
 def test_methods_end_near_bsp(ranks):
