@@ -54,10 +54,12 @@ THREE = (
 def test_bsp_differs_in_the_last_bits_at_three_ranks_and_a_checkpoint_of_two_is_refused(folder, ranks):
     below = folder / "three"
     below.mkdir()
-    for rank in started(cases.__file__, below, "fp64", "three_ranks_read", ranks=3):
+    found = started(cases.__file__, below, "fp64", "three_ranks_read", ranks=3)
+    for rank in found:
         ddp, bsp = rank["fp64"]
         assert distance(ddp, bsp) < 1e-12
-        assert rank["three_ranks_read"] == THREE
+        assert rank["three_ranks_read"]
+    assert THREE in [rank["three_ranks_read"] for rank in found]
 
 
 def test_methods_end_near_bsp(ranks):

@@ -82,6 +82,7 @@ def train(
         model, replica = attach(accelerator, model, optimizer, sync=way, topology=topology, codec=codec)
     losses, scores, norms, step = [], [], [], 0
     if resume:
+        accelerator.wait_for_everyone()  # a rank that refuses the state leaves no other in `attach`
         accelerator.load_state(resume)
         step = json.loads(Path(resume, "step.json").read_text())
     for epoch in range(epochs):

@@ -155,7 +155,7 @@ def both(folder, model=words_model, **how):
 def error_of(call):
     try:
         call()
-    except DureError as error:
+    except (DureError, RuntimeError) as error:  # of the rank itself, or because another one has ended
         return str(error)
     return None
 
