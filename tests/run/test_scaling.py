@@ -168,16 +168,17 @@ def test_a_run_that_nobody_scales_grows_to_one_worker_for_each_processor(elastic
 
 
 def test_workers_that_only_start_leave_at_once(elastic):
-    newcomers = [f"worker {rank}" for rank in (2, 3, 4)]
-
-    def stop(trial):
-        for name in newcomers:
-            trial.fork_server.signal(name, signal.SIGSTOP)
-        ask_without_waiting(trial.config.out, 2)
+    def stopping(name):
+        """Stop a worker as soon as its process is there: before the next one has started, it would be at work."""
+        return (
+            lambda trial: name in trial.fork_server.processes,
+            lambda trial: trial.fork_server.signal(name, signal.SIGSTOP),
+        )
 
     plan = Plan(
         (working(2, 100), lambda trial: ask_without_waiting(trial.config.out, 5)),
-        (lambda trial: trial.fork_server.processes.keys() >= {*newcomers}, stop),
+        *(stopping(f"worker {rank}") for rank in (2, 3, 4)),
+        (lambda trial: True, lambda trial: ask_without_waiting(trial.config.out, 2)),
         (lambda trial: len(trial.driver.roster.living()) == 2, lambda trial: None),
     )
     _, outcome, samples = elastic("ssp ps:shards=2", plan)

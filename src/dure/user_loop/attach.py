@@ -170,7 +170,7 @@ def _check_strategy(strategy: Strategy) -> None:
         because = "a loop has the groups and the servers of dure's own topologies"
     if because:
         raise UsageError(
-            f'{name} does not run in a loop of one\'s own: {because}. Write topology="collective", "ps" or "gossip".'
+            f'{name} does not run in a loop of one\'s own: {because}. Write topology="collective" or "ps".'
         )
 
 

@@ -19,7 +19,7 @@ import torch
 
 from dure.codec.coder import SliceLayout
 from dure.codec.exchange import Owner, add_up, memory, remember
-from dure.core.node import Address, Apply, Call, CodecWork, Operation, Reply, TensorSpec, nothing, taking
+from dure.core.node import Address, Apply, Call, CodecWork, Ghost, Operation, Reply, TensorSpec, nothing, taking
 from dure.core.protocol import COUNT, FINITE, TRUTH, WORKERS, RemoteService, carrying, maybe, remote
 from dure.core.state import State
 from dure.core.vectors import ShapedSlice, all_finite, equal_ranges
@@ -211,7 +211,7 @@ class CompressedGroup:
 
     async def _mean(self, values: torch.Tensor, share: float, number: int, **more: Any) -> Sequence[int]:
         """Replace `values` by the mean over all members; returns the places of the members that were `faulty`."""
-        wide = values if values.dtype in WIDE else values.float()
+        wide = values if isinstance(values, Ghost) or values.dtype in WIDE else values.float()
         faulty = await (self._gather if self._gathers else self._stripes)(wide, share, number, **more)
         if wide is not values:
             values.copy_(wide)
