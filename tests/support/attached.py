@@ -33,13 +33,10 @@ PINNED = ("bsp", RING, "ssp ps:shards=2")
 LEARNING = ("ad-psgd", "ssp:bound=2", "averaging:period=4", REMEDIED)
 SKIPPING = ("bsp",)
 CHANNELS_LAST = ("bsp", "bsp ps")
-RESUMED = (
-    "bsp",
-    "averaging:period=4",
-    "averaging:period=4,schedule=decay,factor=0.5,interval=4",
-    "diloco:period=4",
-    "bmuf:period=4",
-)
+RESUMED = ("averaging:period=4,schedule=decay,factor=0.5,interval=4",)
+RESUMED_TOO = ("bsp", "averaging:period=4", "diloco:period=4", "bmuf:period=4")
+ENCODED = {"averaging:period=4": "1bit"}
+ENCODED_TOO = {"bsp": "1bit", "bmuf:period=3": "top-k"}
 MEETING = ("averaging:period=4", "averaging:period=4,weights=uniform", "one-shot", "bmuf:period=4", "diloco:period=4")
 OVERFLOWING = ("bsp", "averaging:period=5", f"averaging:period=5 {RING.split()[1]}")
 ALL = ("bsp", "averaging:period=3", "downpour", "ssp:bound=3", "bsp ps", "averaging:period=3 ps", RING)
@@ -51,6 +48,7 @@ LONG = (
     "channels_last",
     "constants",
     "groups",
+    "encoded_too",
     "learns",
     "leaves_during_backward_with_ddp",
     "loads_alone",
@@ -58,6 +56,7 @@ LONG = (
     "owner_fails",
     "quorum_of_the_living",
     "repeats_a_wide_backward",
+    "resumed_too",
     "uneven",
     "uneven_whole",
     "waits_for_each_other",
@@ -501,6 +500,10 @@ def whole(module):
     return torch.cat([each.detach().double().reshape(-1) for each in module.state_dict().values()]).tolist()
 
 
+def case_resumed_too():
+    return {strategy: [resuming(strategy, breaks) for breaks in ((), (5, 8))] for strategy in RESUMED_TOO}
+
+
 def case_resumed():
     """Steps without a break, and steps in two trainings, the second of which begins with the files of the first."""
     return {strategy: [resuming(strategy, breaks) for breaks in ((), (5, 8))] for strategy in RESUMED}
@@ -594,15 +597,25 @@ def narrow_and_encoded(codec):
 
 
 def case_codecs():
-    """Codecs over collectives and servers; with an error memory, in parts and with evaluations between steps."""
-    parts = {"averaging:period=4": "1bit", "bsp": "1bit", "bmuf:period=3": "top-k"}
+    """Codecs over collectives and servers."""
     return {
         "bfloat16": [narrow_and_encoded(codec) for codec in (None, "strom:threshold=0.0001")],
         "fp16": encoded("fp16"),
         "fp16 ps": encoded("fp16", topology="ps:shards=2"),
-        **{sync: [encoded(codec, sync), encoded(codec, sync, evaluates=True)] for sync, codec in parts.items()},
-        **{f"{sync} in parts": encoded(codec, sync, breaks=(3, 7)) for sync, codec in parts.items()},
     }
+
+
+def remembering(sync, codec):
+    """A training with an error memory, the same with evaluations between steps, and the same in parts."""
+    return [encoded(codec, sync), encoded(codec, sync, evaluates=True), encoded(codec, sync, breaks=(3, 7))]
+
+
+def case_encoded():
+    return {sync: remembering(sync, codec) for sync, codec in ENCODED.items()}
+
+
+def case_encoded_too():
+    return {sync: remembering(sync, codec) for sync, codec in ENCODED_TOO.items()}
 
 
 def case_waits_for_each_other():

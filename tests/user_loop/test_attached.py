@@ -98,6 +98,14 @@ def close(one, other):
     return distance(one, other) < 1e-6
 
 
+def with_long(case, quick, long):
+    """The parameters of a test of `case`, and of the case of its `long` ones."""
+    return [
+        *((case, each) for each in quick),
+        *(pytest.param(f"{case}_too", each, marks=pytest.mark.long) for each in long),
+    ]
+
+
 # ---- two ranks
 
 
@@ -309,12 +317,12 @@ def test_evaluation_delivers_what_close_would(ranks, strategy):
             assert found["inside"] == found["end"] == theirs["end"]
 
 
-@pytest.mark.parametrize("strategy", attached.RESUMED)
-def test_a_training_in_parts_equals_one_without_a_break(ranks, strategy):
+@pytest.mark.parametrize(("case", "strategy"), with_long("resumed", attached.RESUMED, attached.RESUMED_TOO))
+def test_a_training_in_parts_equals_one_without_a_break(ranks, case, strategy):
     for rank in ranks:
-        unbroken, in_three_parts = rank["resumed"][strategy]
+        unbroken, in_three_parts = rank[case][strategy]
         assert unbroken == in_three_parts
-    assert ranks[0]["resumed"][strategy] == ranks[1]["resumed"][strategy]
+    assert ranks[0][case][strategy] == ranks[1][case][strategy]
 
 
 def heads_by_hand(average):
@@ -424,14 +432,14 @@ def test_a_codec_encodes_gradients_of_16_bits(ranks):
     assert 0 < distance(*one) < 0.2
 
 
-@pytest.mark.parametrize("sync", ["averaging:period=4", "bsp", "bmuf:period=3"])
-def test_errors_of_a_codec_are_state_and_evaluation_leaves_them_alone(ranks, sync):
+@pytest.mark.parametrize(("case", "sync"), with_long("encoded", attached.ENCODED, attached.ENCODED_TOO))
+def test_errors_of_a_codec_are_state_and_evaluation_leaves_them_alone(ranks, case, sync):
     for rank in ranks:
-        unbroken, evaluated = rank["codecs"][sync]
+        unbroken, evaluated, in_parts = rank[case][sync]
         assert unbroken["end"] == evaluated["end"]
         assert evaluated["inside"] == [evaluated["end"]]
-        assert rank["codecs"][f"{sync} in parts"]["end"] == unbroken["end"]
-    assert ranks[0]["codecs"][sync] == ranks[1]["codecs"][sync]
+        assert in_parts["end"] == unbroken["end"]
+    assert ranks[0][case][sync] == ranks[1][case][sync]
 
 
 def test_nan_under_a_codec_skips_the_step_of_all_ranks(ranks):
