@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -41,8 +42,9 @@ def installed(folder: Path, wheels: list[Path]) -> Path:
 
 def put(python: Path, wheels: list[Path]) -> None:
     """Install `wheels` into the environment of `python`, without a network; check that their requirements are met."""
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # where pip would find dure
     for words in (["install", "--no-deps", "--no-index", *map(str, wheels)], ["check"]):
-        subprocess.run([sys.executable, "-m", "pip", "--quiet", "--python", str(python), *words], check=True)
+        subprocess.run([sys.executable, "-m", "pip", "--quiet", "--python", str(python), *words], env=clean, check=True)
 
 
 def linked(folder: Path, requirements: list[str]) -> tuple[Path, Path]:
