@@ -292,9 +292,10 @@ class RankMonitor(HeartbeatService):
         other = [f"{name} in {wait.text}" for name, wait in found.items() if not wait.ours]
         if len(found) > self._others and ours and other and not self._reason:
             self._reason = (
-                f"the ranks wait for each other since {self._frozen_after:g} s, {other[0]} and {ours[0]}: their loops "
-                "have made different numbers of steps. Give every rank as many batches as the others, or end the loop "
-                "of all where replica.step() returns False."
+                f"the ranks wait for each other since {self._frozen_after:g} s, {other[0]} and {ours[0]}: they have "
+                "made different numbers of steps, or not all of them have entered evaluation() or loaded a state. Give "
+                "every rank as many batches as the others, or end the loop of all where replica.step() returns False; "
+                "and let all ranks make the calls in which the method needs all."
             )
 
     def _heard(self, fields: Mapping[str, Any]) -> None:

@@ -19,6 +19,7 @@ import torch
 PACKAGE = str(Path(__file__).parents[2])
 ENGINE = str(Path(torch.distributed.__file__).parent / "distributed_c10d.py")
 TORCH = str(Path(torch.__file__).parent)
+LIBRARY = str(Path(threading.__file__).parent)
 WAITS = ("run_until", "agree_on")
 """Functions of dure in which a thread waits for other ranks, and calls `RankMonitor.check`."""
 
@@ -68,9 +69,9 @@ def _engines(frames: list[FrameType]) -> FrameType | None:
 
 
 def _place(frames: list[FrameType]) -> str:
-    """The line that called, the first outside of dure and torch."""
+    """The line that called, the first outside of dure, torch and Python's own modules."""
     for frame in frames:
         file = frame.f_code.co_filename
-        if not file.startswith((PACKAGE, TORCH)):
+        if not file.startswith((PACKAGE, TORCH, LIBRARY)):
             return f" ({Path(file).name}:{frame.f_lineno})"
     return ""
