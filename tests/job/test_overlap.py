@@ -79,3 +79,15 @@ def test_the_first_backward_imports_nothing_heavy():
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0
+
+
+def test_parameters_without_elements_are_in_no_slice():
+    net = nn.Linear(3, 2)
+    net.nothing = nn.Parameter(torch.zeros(0))  # behind all slices
+    replica = Replica(net)
+    overlap = Overlap(replica)
+    launched = []
+    overlap.arm(launched.append)
+    net(torch.ones(1, 3)).sum().backward()
+    overlap.finish()
+    assert sum(part.numel() for part in launched) == replica.numel

@@ -61,7 +61,8 @@ class Overlap:
     def __init__(self, replica: Replica, nbytes: int | None = None, *, without: Collection[int] = ()) -> None:
         self.replica = replica
         self.slices = cut(replica, nbytes, without)
-        own = [index for index in range(len(replica.layers)) if index not in without]
+        # A parameter without elements may lie behind all slices.
+        own = [index for index, layer in enumerate(replica.layers) if layer.numel and index not in without]
         self._slice_of = {index: self._find(replica.layers[index].start) for index in own}
         self._launch: Launch | None = None
         self._begin: Index | None = None
