@@ -30,7 +30,7 @@ OTHERS = (
 
 
 def started(folder, *names, ranks=2, own=False):
-    """What each rank gave, by rank; started by torchrun, or by Lightning's `own` launcher."""
+    """The results of the ranks, by rank; started by torchrun, or by Lightning's `own` launcher."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command = [sys.executable, *([] if own else launcher), cases.__file__, str(folder), *names]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.long, pytest.mark.xdist_group("ray"), pytest.mark.time
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """What worker 0 gave; the Ray of the trainings writes its token to the home of the user."""
+    """The results of worker 0; the Ray of the trainings writes its token to the home of the user."""
     folder = tmp_path_factory.mktemp("ray")
     paths = f"{ROOT / 'src'}:{ROOT / 'tests'}"
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "HOME": str(folder)}

@@ -1,4 +1,4 @@
-"""What a notebook shows of a run, a comparison and a plan: HTML of real results."""
+"""The display in a notebook of a run, a comparison and a plan: HTML of real results."""
 
 import re
 import subprocess

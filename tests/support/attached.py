@@ -618,13 +618,20 @@ def case_encoded_too():
     return {sync: remembering(sync, codec) for sync, codec in ENCODED_TOO.items()}
 
 
+def error_beside_a_group(name, loop):
+    """The error of a loop with a process group of its own."""
+    join_group(name)
+    module = model()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    found = error_of(lambda: loop(module, attach(module, optimizer, "bsp", frozen_after=2.0)))
+    torch.distributed.destroy_process_group()
+    return found
+
+
 def case_waits_for_each_other():
     """Rank 1 has ended its loop, and waits for rank 0 in a barrier of its own."""
-    join_group("uneven")
-    module = model()
 
-    def loop():
-        replica = attach(module, torch.optim.SGD(module.parameters(), lr=0.1), "bsp", frozen_after=2.0)
+    def loop(module, replica):
         for batch in mine(3 - RANK):
             if RANK == 1:
                 time.sleep(3.0)  # a slow rank, for whom the other waits
@@ -635,9 +642,7 @@ def case_waits_for_each_other():
                 torch.distributed.barrier()
             replica.step()
 
-    found = error_of(loop)
-    torch.distributed.destroy_process_group()
-    return found
+    return error_beside_a_group("uneven", loop)
 
 
 def case_gossip():
@@ -664,20 +669,15 @@ def case_gossip():
 
 def case_loads_alone():
     """Rank 1 loads no state, and waits for rank 0 in a barrier of its own."""
-    join_group("loads alone")
-    module = model()
 
-    def loop():
-        replica = attach(module, torch.optim.SGD(module.parameters(), lr=0.1), "bsp", frozen_after=2.0)
+    def loop(module, replica):
         if RANK == 0:
             replica.load_state_dict(replica.state_dict())
         with contextlib.suppress(RuntimeError):  # once the other rank has ended
             torch.distributed.barrier()
         replica.step()
 
-    found = error_of(loop)
-    torch.distributed.destroy_process_group()
-    return found
+    return error_beside_a_group("loads alone", loop)
 
 
 def case_codec_of_nan():

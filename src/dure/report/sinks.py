@@ -173,7 +173,7 @@ SINKS: Mapping[str, MadeSink] = {"tensorboard": TensorBoard, "wandb": WandB, "ml
 
 
 def made_by(name: str) -> MadeSink:
-    """What makes the sink `name`, one of `SINKS` or FILE.py:CLASS. Raises `UsageError`, also for a missing package."""
+    """The maker of the sink `name`: of `SINKS`, or FILE.py:CLASS. Raises `UsageError`, also for a missing package."""
     if name in SINKS:
         import_extra(name, f"--sink {name}")
         return SINKS[name]

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 
 BufferRule = Literal["mean", "rank0"]
-"""What becomes of the buffers of all ranks."""
+"""The rule by which the buffers of all ranks become one."""
 
 
 def attach(

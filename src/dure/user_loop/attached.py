@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from dure.user_loop.source import LoopSource
 
     Ties = LoopCollectives | LoopServers | LoopGossip
-    """What ties a rank to the others."""
+    """The connections of a rank to the others, by topology."""
 
 
 T = TypeVar("T")
@@ -269,7 +269,7 @@ class Attached:
         return saved.is_kept_at_ranks(self.strategy, self._worker)
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank needs to go on exactly, beside the model and the optimizer that the loop saves; a copy.
+        """A copy of the state with which this rank goes on exactly, beside the model and the optimizer that are saved.
 
         Methods whose replicas differ between two meetings have the replica, the optimizer and the figures of the round
         in it, each rank its own. Under `bsp` all ranks have one model and one optimizer, and it has the clock alone. It

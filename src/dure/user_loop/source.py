@@ -41,15 +41,31 @@ if TYPE_CHECKING:
     from dure.runtime.process.node import ProcessNode
 
 
-class LoopSource:
+class StatelessSource:
+    """The members that sources of a user's loop share: the samples are the loop's, and nothing of them is saved."""
+
+    can_stop = False
+    whole = True
+
+    def model(self, requester: Requester) -> torch.Tensor:
+        return requester.params
+
+    async def settled(self) -> None:
+        """Return at once: no other node reads from this source."""
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Do nothing: the loop is the user's."""
+
+
+class LoopSource(StatelessSource):
     """A `GradientSource`: the method's request is pending until the user's next `step()`.
 
     `batch_size` is this rank's weight, and `name` is the model's in errors and warnings. `exchange` makes the group's
     mean of a gradient, None in a world of one. `shares_memory`: the worker's parameters are those of the module.
     """
-
-    can_stop = False
-    whole = True
 
     def __init__(self, node: ProcessNode, replica: Replica, batch_size: int, name: str) -> None:
         self.name = name
@@ -136,18 +152,6 @@ class LoopSource:
         """Drop the request of a method that does not wait for it any more."""
         self._answer()
 
-    def model(self, requester: Requester) -> torch.Tensor:
-        return requester.params
-
-    async def settled(self) -> None:
-        """Return at once: no other node reads from this source."""
-
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Do nothing: the loop is the user's."""
-
     def _ask(self, requester: Requester, *, mean: bool) -> Operation[Gradient]:
         if self.shares_memory:
             requester.settle(self._replica.params)
@@ -169,11 +173,8 @@ class LoopSource:
         return pending
 
 
-class EndedSource:
+class EndedSource(StatelessSource):
     """A `GradientSource` without gradients: the method of a worker ends at its first request."""
-
-    can_stop = False
-    whole = True
 
     def __init__(self, node: Node, batch_size: int) -> None:
         self.batch_size = batch_size
@@ -185,18 +186,6 @@ class EndedSource:
         return ended
 
     mean_gradient = gradient
-
-    def model(self, requester: Requester) -> torch.Tensor:
-        return requester.params
-
-    async def settled(self) -> None:
-        """Return at once: no other node reads from this source."""
-
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Do nothing: there is no state."""
 
 
 # ---- the exchange

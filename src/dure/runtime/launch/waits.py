@@ -1,4 +1,4 @@
-"""What a thread of this process waits in, as another thread sees it: dure, or a collective of the user's own.
+"""The wait of a thread, as another thread of the process sees it: in dure, or in a collective of the user's own.
 
 Ranks that wait in both wait for each other for ever, as where one has ended its loop and has come to a barrier behind
 it. No message tells that, but the stack of the thread does.
