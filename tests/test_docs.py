@@ -170,6 +170,15 @@ def test_the_readme_shows_blocks_and_its_commands_exist():
         assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), target
 
 
+def test_the_lab_of_the_readme_has_a_slower_machine(tmp_path):
+    (text,) = re.findall(r"^```yaml\n(.*?)^```", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    file = tmp_path / "lab.yaml"
+    file.write_text(text)
+    cluster = dure.Cluster.from_yaml(file)
+    assert cluster.workers == 4
+    assert len({kind.speed for kind in cluster.machines}) == 2
+
+
 @pytest.mark.long
 def test_the_table_of_the_readme_is_that_of_its_command():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
