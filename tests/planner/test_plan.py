@@ -7,11 +7,11 @@ import re
 import pytest
 import torch
 from rich.console import Console
-from support.plan_values import row
+from support.plan_values import BATCH, WORKERS, plan_values, row
 
 import dure
 from dure.cli.main import main
-from dure.cli.plan import sentences, table
+from dure.cli.plan import ending, sentences, table
 from dure.core.target import Target
 from dure.errors import UsageError
 from dure.job.job import load_job
@@ -180,6 +180,11 @@ def test_plain_data_parallelism_is_in_the_table_whatever_its_rank():
     rows = [row(rank, "1f1b:stages=4,micro=8") | {"servers": 0, "factor": 1.0} for rank in range(1, 21)]
     rows[14]["strategy"] = "bsp"
     assert shown({"rows": rows}) == [*((rank, "1f1b:stages=4,micro=8") for rank in range(1, 11)), (15, "bsp")]
+
+
+def test_the_legend_says_that_bytes_and_memory_are_those_of_a_worker():
+    text = ending(plan_values() | {"machines": "8 machines", "batch": BATCH * WORKERS})
+    assert "`memory` and `sent/step` are those of one worker" in text
 
 
 @pytest.mark.long

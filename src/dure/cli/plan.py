@@ -145,7 +145,7 @@ def ending(values: dict[str, Any]) -> str:
     lines.append(
         f"Seconds are predicted, in virtual time, for {values['cluster']}: {values['machines']}; with "
         f"{values['batch']} samples in a step of all workers. `x samples` is the assumed number of samples for equal "
-        "learning."
+        "learning; `memory` and `sent/step` are those of one worker: the largest memory, the mean of the bytes."
     )
     if values["answer"]["ddp_script"]:
         lines += ["", values["answer"]["ddp_script"].rstrip()]
