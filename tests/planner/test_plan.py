@@ -183,8 +183,10 @@ def test_plain_data_parallelism_is_in_the_table_whatever_its_rank():
 
 
 def test_the_legend_says_that_bytes_and_memory_are_those_of_a_worker():
-    text = ending(plan_values() | {"machines": "8 machines", "batch": BATCH * WORKERS})
+    basis = "Assumed: 20 GFLOP/s. How wrong the seconds are: not checked for these machines."
+    text = ending(plan_values() | {"machines": "8 machines", "batch": BATCH * WORKERS, "basis": basis})
     assert "`memory` and `sent/step` are those of one worker" in text
+    assert basis in text.splitlines()
 
 
 @pytest.mark.long

@@ -71,6 +71,15 @@ def test_the_error_of_virtual_time_is_stated_on_the_same_hosts_only(made):
     assert accuracies(entries([*real, *others], target=Target())) == []
 
 
+def test_the_basis_of_virtual_seconds_is_stated_unless_real_runs_show_their_error(made):
+    said = "Assumed, as not described: 20 GFLOP/s. How wrong the seconds are: not checked for these machines."
+    virtual = on(made("bsp"), "here.yaml", "here.yaml", ["vm"])
+    virtual = replace(virtual, figures={**virtual.figures, "basis": said})
+    assert said in in_terminal([virtual])
+    assert said in in_terminal([virtual, on(made("bsp", time="real"), "local", HERE, ["other"])])
+    assert said not in in_terminal([virtual, on(made("bsp", time="real"), "local", HERE, ["vm"])])
+
+
 def test_labels_are_in_the_words_of_the_command(made):
     def label(figures, **config):
         run = made("bsp")

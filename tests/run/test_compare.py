@@ -40,6 +40,8 @@ def test_a_virtual_run_tells_its_machines(tmp_path: Path) -> None:
     lab.write_text("{machines: [{count: 1}, {count: 1, speed: 0.4}], link: {bandwidth: 100 Mbit/s}}")
     run = dure.train("digits-mlp", on=str(lab), steps=2)
     assert run.summary()["machines"] == f"{lab}: 2 machines of 2 kinds, links of 100 Mbit/s"
+    assert "20 GFLOP/s" in run.summary()["basis"]
+    assert "not checked for these machines" in run.summary()["basis"]
     assert run.summary()["hosts"] == []
     assert run.written == ["job", "steps", "seed", "on"]
     assert dure.train("digits-mlp", on="virtual", workers=1, steps=2).figures["machines"] == (

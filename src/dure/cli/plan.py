@@ -147,6 +147,7 @@ def ending(values: dict[str, Any]) -> str:
         f"{values['batch']} samples in a step of all workers. `x samples` is the assumed number of samples for equal "
         "learning; `memory` and `sent/step` are those of one worker: the largest memory, the mean of the bytes."
     )
+    lines.append(values["basis"])
     if values["answer"]["ddp_script"]:
         lines += ["", values["answer"]["ddp_script"].rstrip()]
     return "\n".join(lines) + "\n"

@@ -87,6 +87,7 @@ def _values(plan: Ranking) -> dict[str, Any]:
         "job": scene.job.name,
         "cluster": plan.on,
         "machines": scene.cluster.about(),
+        "basis": scene.cluster.basis(),
         "workers": scene.workers,
         "parameters": scene.model.replica.numel,
         "batch": scene.batch,

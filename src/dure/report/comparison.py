@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -47,12 +47,14 @@ class Place:
     """The kind of time and the machines of a run's seconds. No scale and no ratio holds the seconds of two places.
 
     `hosts` names the hosts of a real run, or those that `dure probe` measured for a virtual cluster, if they are known.
+    `basis` are the assumed values of predicted seconds, and how wrong they may be, in words.
     """
 
     time: str
     on: str
     machines: str = ""
     hosts: tuple[str, ...] = ()
+    basis: str = field(default="", compare=False)
 
     @property
     def heading(self) -> str:
@@ -165,7 +167,8 @@ def _places(runs: Sequence[RunRecord], figures: Sequence[Mapping[str, Any]]) -> 
 def _place(run: RunRecord, figures: Mapping[str, Any]) -> Place:
     on = str(figures.get("on") or run.config.get("on") or "")
     hosts = tuple(map(str, figures.get("hosts") or ()))
-    return Place(_kind_of_time(run, figures), on, str(figures.get("machines") or ""), hosts)
+    basis = str(figures.get("basis") or "")
+    return Place(_kind_of_time(run, figures), on, str(figures.get("machines") or ""), hosts, basis)
 
 
 def has_accuracy(found: Sequence[Entry]) -> bool:
@@ -457,6 +460,11 @@ def accuracies(found: Sequence[Entry]) -> list[Accuracy]:
     ]
 
 
+def basis_of(place: Place, checked: Sequence[Accuracy]) -> str:
+    """The basis of a place's seconds; empty where real runs show the errors of its seconds."""
+    return "" if any(virtual.place == place for each in checked for _, virtual in each.pairs) else place.basis
+
+
 def _same_work(one: Entry, other: Entry) -> bool:
     return all(one.figures.get(key) == other.figures.get(key) for key in ("job", "strategy", "workers", "seed"))
 
@@ -491,10 +499,13 @@ class FittedComparison:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         found = entries(self.runs, target=self.target)
+        checked = accuracies(found)
         for number, (place, among) in enumerate(by_place(found)):
             yield Text(f"{chr(10) if number else ''}{place.heading}", style="bold")
             yield from _fitted(_names(among), _columns(among, self.target), console, options)
-        for accuracy in accuracies(found):
+            if basis := basis_of(place, checked):
+                yield Text(basis, style="table.caption")
+        for accuracy in checked:
             yield Text(f"\n{accuracy.sentence}", style="bold")
             yield from _fitted(*accuracy.columns(self.target), console, options)
         if not found:

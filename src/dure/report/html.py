@@ -227,10 +227,11 @@ class PlaceTable:
 
 def _place_tables(found: Sequence[Entry], given: Sequence[Look], target: Target) -> list[PlaceTable]:
     """A table for each place: no scale holds the seconds of two."""
-    tables = []
+    tables, checked = [], comparison.accuracies(found)
     for place, among in comparison.by_place(found):
         looks = [look for entry, look in zip(found, given, strict=True) if entry.place == place]
-        sentence = _SENTENCES.get(place.time, _SENTENCES["unknown"])
+        basis = comparison.basis_of(place, checked)
+        sentence = f"{_SENTENCES.get(place.time, _SENTENCES['unknown'])} {basis}".rstrip()
         conclusions = [*_fastest(among, target), *_highest(among)]
         tables.append(PlaceTable(place, sentence, conclusions, list(zip(among, looks, _bars(among), strict=True))))
     return tables

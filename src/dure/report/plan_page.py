@@ -5,8 +5,8 @@ in the page (CSP) lets a browser run that script alone, whatever the plan's text
 
 `plan` holds plain values, and each part may be empty or missing:
 
-    job, cluster, machines (of the cluster, in words), version; workers, parameters; target, target_measure ("loss" if
-    it is missing, or "accuracy")
+    job, cluster, machines (of the cluster, in words), basis (what its seconds assume), version; workers, parameters;
+    target, target_measure ("loss" if it is missing, or "accuracy")
     answer      strategy, command, why, would_change, plain_ddp, ddp_script
     rows        rank, strategy, batch, seconds_per_step, samples_per_second, seconds_to_target, memory (bytes of each
                 of `PARTS`), memory_limit, bytes_per_step, cost_per_hour, bottleneck, command; optional: factor
@@ -83,6 +83,7 @@ def render_plan(plan: Mapping[str, Any]) -> str:
         title=_title(plan),
         facts=_facts(plan),
         cluster=plan.get("cluster") or "the cluster file",
+        basis=plan.get("basis") or "",
         version=plan.get("version") or "",
         target=target_of(plan),
         answer={**_NO_ANSWER, **(plan.get("answer") or {})},

@@ -140,6 +140,8 @@ def summary(setup: Setup, outcome: Outcome, time: str) -> dict[str, Any]:
 def machines_of(setup: Setup, cluster: Cluster | None) -> dict[str, Any]:
     """The machines of the run's seconds, in words, and the names of their hosts where these are known.
 
+    For predicted seconds also their basis: assumed values, and how wrong they may be.
+
     A cluster that was measured on a host describes the same machines as a run there. Launchers that know more of their
     machines add it to the notes of the outcome.
     """
@@ -148,6 +150,7 @@ def machines_of(setup: Setup, cluster: Cluster | None) -> dict[str, Any]:
         return {
             "machines": cluster.about() if on == "virtual" else f"{on}: {cluster.about()}",
             "hosts": list(cluster.hosts),
+            "basis": cluster.basis(),
         }
     workers = f"{setup.workers} worker{'s' if setup.workers != 1 else ''}"
     if not is_here(on):

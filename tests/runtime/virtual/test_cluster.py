@@ -350,3 +350,34 @@ def test_the_page_names_every_key_and_its_default() -> None:
         assert [float(said[prefix + name].partition(";")[0]) for name in names] == [getattr(kind, n) for n in names]
     assert units.flops(said["flops_per_second"]) == Constant().flops_per_second
     assert units.seconds(said["overhead"]) == Constant().overhead
+
+
+@pytest.mark.parametrize(
+    ("text", "assumed"),
+    [
+        (
+            "machines: [{count: 2}, {speed: 0.4}]",
+            ["20 GFLOP/s", "200 us of overhead", "10 Gbit/s", "latency of 100 us"],
+        ),
+        ("machines: [{compute: {flops_per_second: 5 GFLOP/s}}]\nlink: {bandwidth: 1 Gbit/s}", ["200 us", "latency"]),
+        ("machines: [{compute: {seconds: 10 ms}}]\nlink: {bandwidth: 1 Gbit/s, latency: 1 ms}", []),
+        ("machines: [{compute: {seconds: 10 ms}, link: {bandwidth: 1 Gbit/s, latency: 1 ms}}, {}]", ["20 GFLOP/s"]),
+    ],
+    ids=["nothing described", "speed and bandwidth", "all", "one machine of two"],
+)
+def test_a_description_by_hand_states_what_is_assumed_and_that_nothing_was_checked(tmp_path, text, assumed):
+    path = tmp_path / "cluster.yaml"
+    path.write_text(text)
+    said = Cluster.from_yaml(path).basis()
+    assert "How wrong the seconds are: not checked for these machines" in said
+    assert "\n" not in said
+    for each in assumed:
+        assert said.count(each) == 1
+    if not assumed:
+        assert said.startswith("All speeds and links are as described.")
+
+
+def test_a_measured_description_assumes_nothing():
+    said = Cluster(machines=[{"compute": {"seconds": "10 ms"}}], hosts=("vm",)).basis()
+    assert "Assumed" not in said
+    assert "How wrong the seconds are on vm" in said

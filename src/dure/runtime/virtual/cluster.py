@@ -278,6 +278,35 @@ class Cluster(Validated):
             found += f", links of {' and '.join(links)}"
         return found + (f", as measured on {', '.join(self.hosts)}" if self.hosts else "")
 
+    def basis(self) -> str:
+        """One line on the seconds of these machines: the values that were assumed, and how wrong they may be."""
+        if self.hosts:
+            return (
+                f"Steps and links are measured. How wrong the seconds are on {', '.join(self.hosts)}: not checked yet; "
+                "dure compare with real runs there and this description (--on twice) checks it."
+            )
+        assumed = self._assumed()
+        return (
+            f"Assumed, as not described: {', '.join(assumed)}. "
+            if assumed
+            else "All speeds and links are as described. "
+        ) + "How wrong the seconds are: not checked for these machines; dure probe measures machines."
+
+    def _assumed(self) -> list[str]:
+        """The defaults in place of speeds and links that the description lacks, in words."""
+        found: dict[str, None] = {}
+        for kind in self.machines:
+            compute, link = kind.compute, kind.link or self.link
+            if compute.seconds is None and "flops_per_second" not in compute.model_fields_set:
+                found[f"{units.as_flops(compute.flops_per_second)} for a machine of speed 1"] = None
+            if compute.seconds is None and "overhead" not in compute.model_fields_set:
+                found[f"{units.as_seconds(compute.overhead)} of overhead for each step"] = None
+            if self.host is None and "bandwidth" not in link.model_fields_set:
+                found[f"links of {units.as_rate(link.bandwidth)}"] = None
+            if "latency" not in link.model_fields_set:
+                found[f"a latency of {units.as_seconds(link.latency)}"] = None
+        return list(found)
+
     @cached_property
     def workers(self) -> int:
         """Number of workers, on all machines."""
