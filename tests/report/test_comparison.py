@@ -71,6 +71,29 @@ def test_the_error_of_virtual_time_is_stated_on_the_same_hosts_only(made):
     assert accuracies(entries([*real, *others], target=Target())) == []
 
 
+@pytest.mark.parametrize(
+    ("real", "virtual", "sentence"),
+    [
+        (
+            (10, 15),
+            (8, 6),
+            r"order differ: bsp is faster than ssp in real time \(10.0 s and 15.0 s .* slower in virtual",
+        ),
+        ((15, 10), (6, 8), r"order differ: ssp is faster than bsp in real time"),
+        ((10, 15), (6, 8), "order agree where times to the target differ by more than 5 %"),
+        ((10, 15), (8, 7.9), "order agree"),
+        ((10, 10.1), (8, 4), "order agree"),
+    ],
+    ids=["reversed", "reversed, given first", "same", "virtual is open", "real is open"],
+)
+def test_a_measured_order_other_than_the_virtual_one_is_stated_with_its_strategies(made, real, virtual, sentence):
+    names = ("bsp", "ssp")
+    ran = [on(made(name, seconds=s, time="real"), "local", HERE, ["vm"]) for name, s in zip(names, real, strict=True)]
+    told = [on(made(name, seconds=s), "here.yaml", "here.yaml", ["vm"]) for name, s in zip(names, virtual, strict=True)]
+    assert re.search(sentence, re.sub(r"\s+", " ", in_terminal([*ran, *told])))
+    assert "order" not in in_terminal([ran[0], told[0]])
+
+
 def test_the_basis_of_virtual_seconds_is_stated_unless_real_runs_show_their_error(made):
     said = "Assumed, as not described: 20 GFLOP/s. How wrong the seconds are: not checked for these machines."
     virtual = on(made("bsp"), "here.yaml", "here.yaml", ["vm"])

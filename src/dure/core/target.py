@@ -8,6 +8,9 @@ from typing import Literal
 
 from dure.errors import UsageError
 
+NEAR = 0.95
+"""Ratio of two speeds, or of two times, from which on their order counts as open."""
+
 
 @dataclass(frozen=True, slots=True)
 class Target:

@@ -23,11 +23,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from dure.core.target import NEAR
 from dure.planner.timing import Timing
 from dure.run.strategy import Strategy, name_of
 from dure.topology.offers import offers_of
-
-NEAR = 0.95
 
 STALE, DRIFT = 0.25, 0.05
 CODECS = {"int8": 1.01, "1bit": 1.05, "top-k": 1.1, "strom": 1.1}

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import permutations
 from typing import Any
 
 from rich import box
@@ -19,7 +20,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from dure.core.target import Target
+from dure.core.target import NEAR, Target
 from dure.report import labels
 from dure.report.labels import (
     NOTHING,
@@ -439,6 +440,29 @@ class Accuracy:
         texts = dict.fromkeys([error_text(min(errors)), error_text(max(errors))])
         return f"{said}: {' to '.join(texts)} for a step"
 
+    def order(self) -> str:
+        """The strategies whose order differs between real and virtual time, in a sentence; empty for one strategy.
+
+        Times to the target are compared where all runs have reached it, and otherwise steps. Times whose ratio is NEAR
+        or above count as equal.
+        """
+        if len(self.pairs) < 2:
+            return ""
+        to_target = all(entry.reached is not None for pair in self.pairs for entry in pair)
+        of = (lambda entry: entry.reached) if to_target else _step
+        timed = [(real.name, of(real) or 0.0, of(virtual) or 0.0) for real, virtual in self.pairs]
+        pairs = [(a, b) for a, b in permutations(timed, 2) if a[1] < NEAR * b[1] and b[2] < NEAR * a[2]]
+        what = "to the target" if to_target else "for a step"
+        if not pairs:
+            return f"Real and virtual order agree where times {what} differ by more than {100 * (1 - NEAR):.0f} %."
+        first, other = max(pairs, key=lambda pair: pair[1][1] / pair[0][1])
+        more = f" {len(pairs)} pairs differ so." if len(pairs) > 1 else ""
+        return (
+            f"Real and virtual order differ: {first[0]} is faster than {other[0]} in real time "
+            f"({seconds_text(first[1])} and {seconds_text(other[1])} {what}), "
+            f"and slower in virtual time ({seconds_text(first[2])} and {seconds_text(other[2])}).{more}"
+        )
+
     def columns(self, target: Target) -> tuple[list[str], dict[str, list[str]]]:
         """The names of the strategies, and the columns: a step and the time to the target, real, virtual, and error."""
         columns = _beside("step", [(_step(real), _step(virtual)) for real, virtual in self.pairs])
@@ -508,6 +532,8 @@ class FittedComparison:
         for accuracy in checked:
             yield Text(f"\n{accuracy.sentence}", style="bold")
             yield from _fitted(*accuracy.columns(self.target), console, options)
+            if order := accuracy.order():
+                yield Text(order)
         if not found:
             yield _table([], _columns(found, self.target))
         caption = _caption(found, self.target)

@@ -135,7 +135,7 @@ def display(runs: Sequence[RunRecord], target: Target = Target()) -> str | None:
     return _template("display.html.j2", "display.css").render(
         subtitle=_subtitle(runs, ""),
         places=_place_tables(found, given, target),
-        accuracies=[accuracy.sentence for accuracy in comparison.accuracies(found)],
+        accuracies=[text for each in comparison.accuracies(found) for text in (each.sentence, each.order()) if text],
         has=_columns(found, target),
         curves=_panels(found, given, target, _MEASURES | _RETURNS, ()),
     )
