@@ -95,7 +95,7 @@ def test_a_measured_order_other_than_the_virtual_one_is_stated_with_its_strategi
 
 
 def test_the_basis_of_virtual_seconds_is_stated_unless_real_runs_show_their_error(made):
-    said = "Assumed, as not described: 20 GFLOP/s. How wrong the seconds are: not checked for these machines."
+    said = "Assumed by default: 20 GFLOP/s. How wrong the seconds are: not checked for these machines."
     virtual = on(made("bsp"), "here.yaml", "here.yaml", ["vm"])
     virtual = replace(virtual, figures={**virtual.figures, "basis": said})
     assert said in in_terminal([virtual])

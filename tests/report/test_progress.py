@@ -123,3 +123,22 @@ def test_a_terminal_says_that_a_model_is_being_evaluated():
         progress.update(2, 10, 0.5, 200)
         assert progress.evaluation_seconds == 3
     assert "32 s left  eval 3 s" in out.file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("names", "shown"),
+    [
+        (["ssp:bound=3 ps:shards=2", "ssp:bound=30 ps:shards=2"], ["ssp…3 ps:sh…", "ssp…30 ps:s…"]),
+        (["averaging:period=8", "bsp"], ["averaging:p…", "bsp"]),
+        (["averaging:period=8", "averaging:period=4", "bsp"], ["ave…period=8", "ave…period=4", "bsp"]),
+        (["bsp ps:shards=4", "bsp ps:shards=4"], ["bsp ps:shar…"] * 2),
+    ],
+)
+def test_a_name_is_cut_so_that_it_differs_from_the_others(names, shown):
+    def line(name):
+        out, clock = console(terminal=True), Clock()
+        with Progress(name, " (virtual)", others=names, clock=clock, console=out) as progress:
+            progress.update(1, 1, 0.5, 100)
+        return next(text for text in drawn(out) if "(virtual)" in text).partition(" (virtual)")[0]
+
+    assert [line(name) for name in names] == shown

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import subprocess
 import sys
@@ -33,6 +34,13 @@ def test_strategies_are_given_one_by_one_or_by_name(tmp_path: Path) -> None:
 def test_not_both(tmp_path: Path) -> None:
     with raising(UsageError, "bsp"):
         compared(tmp_path, "bsp", strategies=["ssp"])
+
+
+def test_the_progress_of_strategies_that_differ_at_their_end_tells_them_apart(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # the bar of a terminal, which is drawn for short runs, too
+    compared(tmp_path, "averaging:period=8", "averaging:period=16")
+    shown = re.sub(r"\x1b\[[?0-9;]*[A-Za-z]", "", capsys.readouterr().err)
+    assert set(re.findall(r"(\S+) \(virtual\)", shown)) == {"ave…period=8", "ave…eriod=16"}
 
 
 def test_a_virtual_run_tells_its_machines(tmp_path: Path) -> None:

@@ -31,8 +31,9 @@ _WINDOW_SECONDS = 5.0
 class Progress:
     """A context manager that draws a progress line; `update` draws at most ten times a second.
 
-    `name` with `place` after it is cut to NAME columns. `clock` gives real seconds, also for a virtual run:
-    `time.monotonic`. `every` is the number of seconds between plain lines, without a terminal.
+    `name` with `place` after it is cut to NAME columns, so that it differs from the `others`. `clock` gives real
+    seconds, also for a virtual run: `time.monotonic`. `every` is the number of seconds between plain lines, without a
+    terminal.
     """
 
     evaluation_seconds: float
@@ -43,12 +44,13 @@ class Progress:
         name: str,
         place: str = "",
         *,
+        others: Sequence[str] = (),
         clock: Callable[[], float],
         console: Console | None = None,
         every: float = 5.0,
     ) -> None:
         self.evaluation_seconds = 0.0
-        self._name = f"{_cut(printable(name), NAME - len(place))}{place}"
+        self._name = f"{_cut_apart(printable(name), others, NAME - len(place))}{place}"
         self._clock = clock
         self._console = console or Console(stderr=True)
         self._bar = self._terminal_bar() if self._console.is_terminal else None
@@ -170,6 +172,27 @@ class Progress:
 
 def _cut(text: str, columns: int) -> str:
     return text if len(text) <= columns else f"{text[: columns - 1]}\N{HORIZONTAL ELLIPSIS}"
+
+
+def _cut_apart(text: str, others: Sequence[str], columns: int) -> str:
+    """`text` in so many columns, with the letters in which it differs from `others`: cut in the middle if need be.
+
+    >>> _cut_apart("averaging:period=8", ["bsp", "averaging:period=16"], 12)
+    'ave…period=8'
+    """
+    shared = max((_shared(text, other) for other in others if other != text), default=0)
+    if len(text) <= columns or shared < columns - 1:
+        return _cut(text, columns)
+    head = columns // 4
+    rest = columns - head - 1
+    return f"{text[:head]}\N{HORIZONTAL ELLIPSIS}{_cut(text[min(shared - 1, len(text) - rest) :], rest)}"
+
+
+def _shared(one: str, other: str) -> int:
+    """The letters that two different texts share at their beginning."""
+    return next(
+        (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
+    )
 
 
 def _share(step: int, total: int | None) -> str:

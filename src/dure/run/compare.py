@@ -75,7 +75,7 @@ def run_all(config: CompareConfig, prebuilt: Prebuilt) -> Comparison:
     A run that diverges keeps the rows that were computed. The others go on.
     """
     from dure.report.html import DEFAULT, free, write_report
-    from dure.run.train import run
+    from dure.run.train import run, short_name
 
     if config.report is not None:
         import_extra("report", "--report")
@@ -85,11 +85,12 @@ def run_all(config: CompareConfig, prebuilt: Prebuilt) -> Comparison:
         log.warning("no strategy is named: comparing %s. `dure methods` lists all methods.", ", ".join(FEW))
     if config.report is None and not extra_is_there("report"):
         log.warning('no report is written: it needs pip install "dure[report]"')
+    others = tuple(short_name(strategy, each) for each, strategy in zip(configs, strategies, strict=True))
     runs: list[Run] = []
     for each, strategy in zip(configs, strategies, strict=True):
         told = any(before.config["on"] == each.on for before in runs)
         try:
-            runs.append(run(each, replace(prebuilt, strategy=strategy, told=told)))
+            runs.append(run(each, replace(prebuilt, strategy=strategy, told=told, others=others)))
         except DivergedError as error:
             log.warning("%s is compared as diverged: %s", strategy, error)
             runs.append(_diverged(each, strategy, error))

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 class Prebuilt:
     """Objects in place of names in a configuration, a fork server started earlier, and the caller's signals.
 
-    `told`: an earlier run of this command has said which devices it uses. `model`: the initial model, if an earlier run
+    `told`: an earlier run of this command has said which devices it uses. `others`: the strategies of all runs of the
+    command, as they are written. `model`: the initial model, if an earlier run
     of this process has had the same. `times`: measured seconds of the model's blocks, for virtual time.
     """
 
@@ -37,6 +38,7 @@ class Prebuilt:
     fork_server: ForkServer | None = None
     interruption: Interruption = field(default_factory=Interruption)
     told: bool = False
+    others: tuple[str, ...] = ()
     model: InitialModel | None = None
     times: BlockTimes | None = None
 

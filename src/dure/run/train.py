@@ -34,9 +34,8 @@ from dure.run.prebuilt import Callbacks, Prebuilt, named, placed
 from dure.run.resolve import ENDLESS, resolve
 from dure.run.resume import CLUSTER, cluster_of, fingerprints, is_split_otherwise, resumed, split_again
 from dure.run.setup import Setup
-from dure.run.strategy import AXES, check_named, checked, member_text
+from dure.run.strategy import AXES, Strategy, check_named, checked, member_text
 from dure.run.virtual import VirtualRun
-from dure.runtime.launch.interruption import Interruption
 from dure.runtime.memory import check_memory, usable_memory
 from dure.runtime.virtual.cluster import Cluster
 
@@ -111,7 +110,7 @@ def _run_here(config: TrainConfig, prebuilt: Prebuilt, launch: Callable[..., Out
         check_memory(len(setup.deployment.nodes), setup.replica.params.nbytes // setup.parts, memory)
     if not (prebuilt.told or is_started_outside(config.on) or takes_address(config.on)):
         _announce(setup)
-    with _recording(setup, prebuilt.interruption) as (folder, callbacks, progress):
+    with _recording(setup, prebuilt) as (folder, callbacks, progress):
         if folder is not None and cluster is not None:
             with folder.unwritten.tolerated(CLUSTER), replacing(folder.path / CLUSTER) as file:
                 file.write(cluster.to_yaml())
@@ -137,7 +136,7 @@ def _announce(setup: Setup) -> None:
 
 
 @contextmanager
-def _recording(setup: Setup, interruption: Interruption) -> Iterator[tuple[RunFolder | None, Callbacks, Progress]]:
+def _recording(setup: Setup, prebuilt: Prebuilt) -> Iterator[tuple[RunFolder | None, Callbacks, Progress]]:
     config = setup.config
     with ExitStack() as stack:
         folder = _folder(setup)
@@ -148,7 +147,8 @@ def _recording(setup: Setup, interruption: Interruption) -> Iterator[tuple[RunFo
             sinks = Sinks(folder.path, _sinks(config), plain, folder.unwritten)
             stack.callback(sinks.close)
         place = " (virtual)" if config.virtual else ""
-        progress = stack.enter_context(Progress(_short(setup), place, clock=time.monotonic))
+        name = _short(setup)
+        progress = stack.enter_context(Progress(name, place, others=prebuilt.others, clock=time.monotonic))
         rows: list[dict[str, Any]] = []
         stack.enter_context(_with_history(rows))
 
@@ -166,7 +166,7 @@ def _recording(setup: Setup, interruption: Interruption) -> Iterator[tuple[RunFo
         def advance(step: int, steps: int, loss: float, samples: int) -> None:
             progress.update(step, steps if steps < ENDLESS else None, loss, samples)
             if config.virtual:
-                interruption.check()
+                prebuilt.interruption.check()
 
         def rewind(left: int) -> None:
             del rows[left:]
@@ -198,7 +198,12 @@ def _short(setup: Setup) -> str:
     """
     if setup.job.companions is not None:
         return setup.job.name
-    texts = as_written(setup.strategy.text(), setup.config.plain())
+    return short_name(setup.strategy, setup.config)
+
+
+def short_name(strategy: Strategy, config: TrainConfig) -> str:
+    """The members of `strategy` that the options of a run name, as they are written."""
+    texts = as_written(strategy.text(), config.plain())
     return " ".join(text for text in texts.values() if text not in ("", "fp32", "none"))
 
 

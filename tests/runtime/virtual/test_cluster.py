@@ -371,6 +371,8 @@ def test_a_description_by_hand_states_what_is_assumed_and_that_nothing_was_check
     said = Cluster.from_yaml(path).basis()
     assert "How wrong the seconds are: not checked for these machines" in said
     assert "\n" not in said
+    path.write_text(Cluster.from_yaml(path).to_yaml())
+    assert Cluster.from_yaml(path).basis() == said, "the record of a run has another basis when it is resumed"
     for each in assumed:
         assert said.count(each) == 1
     if not assumed:

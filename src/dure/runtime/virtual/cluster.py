@@ -287,23 +287,21 @@ class Cluster(Validated):
             )
         assumed = self._assumed()
         return (
-            f"Assumed, as not described: {', '.join(assumed)}. "
-            if assumed
-            else "All speeds and links are as described. "
+            f"Assumed by default: {', '.join(assumed)}. " if assumed else "All speeds and links are as described. "
         ) + "How wrong the seconds are: not checked for these machines; dure probe measures machines."
 
     def _assumed(self) -> list[str]:
-        """The defaults in place of speeds and links that the description lacks, in words."""
+        """The speeds and links that are defaults, in words. A file that this cluster wrote names defaults, too."""
         found: dict[str, None] = {}
         for kind in self.machines:
             compute, link = kind.compute, kind.link or self.link
-            if compute.seconds is None and "flops_per_second" not in compute.model_fields_set:
+            if compute.seconds is None and _is_default(compute, "flops_per_second"):
                 found[f"{units.as_flops(compute.flops_per_second)} for a machine of speed 1"] = None
-            if compute.seconds is None and "overhead" not in compute.model_fields_set:
+            if compute.seconds is None and _is_default(compute, "overhead"):
                 found[f"{units.as_seconds(compute.overhead)} of overhead for each step"] = None
-            if self.host is None and "bandwidth" not in link.model_fields_set:
+            if self.host is None and _is_default(link, "bandwidth"):
                 found[f"links of {units.as_rate(link.bandwidth)}"] = None
-            if "latency" not in link.model_fields_set:
+            if _is_default(link, "latency"):
                 found[f"a latency of {units.as_seconds(link.latency)}"] = None
         return list(found)
 
@@ -400,6 +398,11 @@ class Cluster(Validated):
     def _places(self) -> tuple[int, ...]:
         """The number of each worker among those of its kind."""
         return tuple(i for kind in self.machines for i in range(kind.count * kind.workers))
+
+
+def _is_default(part: Validated, name: str) -> bool:
+    """Whether a value of `part` is the default, given or not."""
+    return bool(getattr(part, name) == type(part).model_fields[name].default)
 
 
 def _counted(number: int, noun: str) -> str:
