@@ -667,6 +667,27 @@ def case_gossip():
     return found
 
 
+def case_gossip_evaluates():
+    """Rank 1 takes its last step, and evaluates, late; then each waits for the other in a barrier of its own."""
+    join_group("gossip evaluates")
+    module = nn.Sequential(nn.Linear(4, 1, bias=False), nn.BatchNorm1d(1))
+    optimizer = torch.optim.SGD(module[0].parameters(), lr=0.1)
+    with attach(module, optimizer, "ad-psgd gossip", batch_size=1 + RANK, frozen_after=5.0) as replica:
+        for step in range(6):
+            (module(torch.arange(12.0).reshape(3, 4) * (1.0 + RANK + step)) * torch.eye(3, 1)).sum().backward()
+            (module[0].weight * (1.0 + RANK)).sum().backward()
+            time.sleep(0.2 * RANK * (step == 5))
+            replica.step()
+        time.sleep(0.2 * RANK)
+        with replica.evaluation():
+            inside = [flat(module), module[1].running_mean.tolist()]
+        torch.distributed.barrier()
+        with replica.evaluation() if RANK == 0 else contextlib.nullcontext():  # rank 1 has ended
+            again = flat(module) if RANK == 0 else inside[0]
+    torch.distributed.destroy_process_group()
+    return {"inside": inside, "again": again, "end": [flat(module), module[1].running_mean.tolist()]}
+
+
 def case_loads_alone():
     """Rank 1 loads no state, and waits for rank 0 in a barrier of its own."""
 

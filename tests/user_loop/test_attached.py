@@ -390,10 +390,16 @@ def test_gossip_keeps_the_mean_of_all_models(ranks, uneven):
     one, other = (rank["gossip"][uneven] for rank in ranks)
     moved = [sum((1 - 0.5**k) / 0.5 for k in range(1, n + 1)) for n in ((20, 12) if uneven == "True" else (20, 20))]
     expected = torch.tensor(one["start"]) - 0.1 * (moved[0] * 1.0 + moved[1] * 2.0) / 2
-    assert one["end"] == other["end"]
+    assert one["inside"] == other["inside"] == one["end"] == other["end"]
     assert close(one["end"], expected.tolist())
     assert one["averaged"] > 0
     assert other["averaged"] > 0
+
+
+def test_evaluation_in_gossip_is_the_weighted_mean_that_close_delivers(ranks):
+    one, other = (rank["gossip_evaluates"] for rank in ranks)
+    assert one["inside"] == other["inside"] == one["end"] == other["end"]
+    assert one["again"] == one["end"][0], "a rank that has ended takes part"
 
 
 @pytest.mark.long

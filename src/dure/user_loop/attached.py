@@ -227,7 +227,7 @@ class Attached:
     def evaluation(self) -> Iterator[None]:
         """Inside, the model has the parameters that the method would deliver now: the servers', or the mean.
 
-        Over collectives all ranks enter it after the same step where the method delivers a mean, and the buffers are
+        Where the method delivers a mean, all ranks enter it, over collectives after the same step, and the buffers are
         those that `close` would deliver. Elsewhere buffers are this rank's own. A block inside another has no effect.
 
         Raises `UsageError` at the end if parameters were changed inside: the replica goes on as before.

@@ -4,7 +4,8 @@
     rank j           step: the question is here, and is answered ── step
 
 Between two calls the model stays as it is, so that backward() may use it: the averaged model is the worker's, and is
-copied into the module at the end of a step. No rank waits for another but at the start and at the end.
+copied into the module at the end of a step. A rank waits for the others at the start, at the end, and to evaluate: no
+averaging is under way then, so the models of all ranks have the mean that the end would deliver.
 """
 
 from __future__ import annotations
@@ -77,9 +78,9 @@ class LoopGossip:
         return mine != "end"
 
     async def delivered(self, worker: WorkerState) -> WorkerState:
-        """A worker with the mean of the models of all ranks, as each answers in its next call."""
-        mean, _ = await worker.peer.look()
-        return replace(worker, params=mean)
+        """A worker with the mean of the models and the buffers of all ranks, once each evaluates or has ended."""
+        await worker.peer.settled()
+        return (await self._meet(worker, evaluating=True))[0]
 
     async def share_buffers(self, worker: WorkerState) -> None:
         """Do nothing: in gossip no two ranks meet at a step."""
@@ -87,10 +88,23 @@ class LoopGossip:
     async def finish(self, worker: WorkerState) -> torch.Tensor:
         """Wait until all ranks have finished; returns the mean of their models, and merges their buffers."""
         await worker.peer.leave()
-        await self._group.barrier()
-        if worker.buffers is not None:
-            worker.buffers = worker.merge_buffers(await self._group.all_gather(worker.buffers))
-        return await self._group.all_reduce(worker.params * worker.share)
+        delivered, going_on = worker, True
+        while going_on:  # ranks that evaluate
+            delivered, going_on = await self._meet(worker, evaluating=False)
+        worker.buffers = delivered.buffers
+        return delivered.params
+
+    async def _meet(self, worker: WorkerState, *, evaluating: bool) -> tuple[WorkerState, bool]:
+        """A worker with the mean of the models and the buffers of all ranks; whether a rank goes on after it.
+
+        The models are read once all ranks are here: until then a neighbor may average with this one.
+        """
+        going_on = await self._group.all_reduce(torch.tensor([float(evaluating)], device="cpu"))
+        params = await self._group.all_reduce(worker.params * worker.share)
+        buffers = worker.buffers
+        if buffers is not None:
+            buffers = worker.merge_buffers(await self._group.all_gather(buffers))
+        return replace(worker, params=params, buffers=buffers), going_on.item() > 0
 
     def close(self, *, failed: bool = False) -> None:
         """Do nothing: the connections are the node's."""
