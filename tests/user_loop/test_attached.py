@@ -945,6 +945,30 @@ def test_a_scaler_that_overflows_skips_the_step_and_the_clock_advances():
     replica.close()
 
 
+@pytest.mark.parametrize("swapped", [False, True])
+def test_gradients_that_are_unscaled_by_one_optimizer_are_stepped_by_the_other(swapped):
+    module, optimizer, replica = attached_alone()
+    by, stepped = (optimizer, replica.routed_optimizer)[:: -1 if swapped else 1]
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=100)
+    for batch in attached.batches(3):
+        scaler.scale(attached.loss_of(module, batch)).backward()
+        scaler.unscale_(by)
+        replica.step(scaler) if stepped is optimizer else scaler.step(stepped)
+        scaler.update()
+    assert close(attached.flat(module), plain(steps=3))
+    scaler.scale(attached.loss_of(module, batch)).backward()
+    module[0].bias.grad[0] = torch.inf
+    scaler.unscale_(by)
+    replica.step(scaler) if stepped is optimizer else scaler.step(stepped)
+    scaler.update()
+    assert (close(attached.flat(module), plain(steps=3)), scaler.get_scale()) == (True, 2.0)
+    scaler.scale(attached.loss_of(module, batch)).backward()
+    scaler.unscale_(by)
+    scaler.unscale_(stepped)
+    with pytest.raises(UsageError, match="unscaled twice"):
+        replica.step(scaler)
+
+
 def test_a_routed_optimizer_steps_the_replica():
     """A trainer that steps, zeroes, schedules and scales by itself is the loop that calls the replica."""
     module, optimizer, replica = attached_alone(momentum=0.9)

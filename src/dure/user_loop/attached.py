@@ -89,16 +89,16 @@ class Attached:
         alike = not worker.over_servers and traits_of(strategy.sync).delivers == "replica"
         self._shares_buffers = buffers == "rank0" and worker.buffers is not None and alike
         self._aside: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._check = GradientCheck(self._node, replica, optimizer.optimizer)
+        self.routed_optimizer = RoutedOptimizer(optimizer.optimizer, self._step, self.zero_grad)
+        """An optimizer whose `step()` is `step` of this object, for a trainer that steps by itself. Schedulers keep the
+        user's optimizer. A gradient scaler may step it: `scaler.step(routed_optimizer)`."""
+        self._check = GradientCheck(self._node, replica, (optimizer.optimizer, self.routed_optimizer))
         self._model_check = ModelCheck(replica, ties.undone_at)
         self._lifetime = lifetime = Lifetime(rendezvous, optimizer, worker, ties, monitor)
         with lifetime.guarded():
             self._role.run(ties.begin(worker, self._source, lifetime.fail))
             self._role.begin()
             self._model_check.note()
-        self.routed_optimizer = RoutedOptimizer(optimizer.optimizer, self._step, self.zero_grad)
-        """An optimizer whose `step()` is `step` of this object, for a trainer that steps by itself. Schedulers keep the
-        user's optimizer. A gradient scaler may step it: `scaler.step(routed_optimizer)`."""
 
     # ---- the rank
 
@@ -154,12 +154,13 @@ class Attached:
         """
         return self._step(scaler, self.optimizer)
 
-    def _step(self, scaler: GradScaler | None, scaled: torch.optim.Optimizer) -> bool:
-        """`step`, where `scaler` knows the gradients as those of `scaled`."""
+    def _step(self, scaler: GradScaler | None, stepped: torch.optim.Optimizer) -> bool:
+        """`step`, which the loop calls as a step of `stepped`."""
         if not self._may("step"):
             return False
-        self._check.scaled = scaled
         with self._lifetime.guarded():
+            if scaler is not None:
+                self._check.begin(scaler, stepped)
             self._optimizer.missing.look(self.clock, exchanged=self._source.is_exchanged)
             self._examine("step")
             mine = scaler is not None and not self._source.exchanges and self._check.overflowed(scaler)

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.amp.grad_scaler import OptState
 from torch.nn import DataParallel
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -126,19 +127,34 @@ def _wrapper(module: nn.Module) -> str | None:
 class GradientCheck:
     """Decides whether a step with the gradients of `replica` must be skipped.
 
-    `scaled` is the optimizer by which a gradient scaler knows them.
+    A gradient scaler knows them by one of `optimizers`: the user's, and the routed one that has its parameters.
     """
 
-    def __init__(self, node: ProcessNode, replica: Replica, optimizer: torch.optim.Optimizer) -> None:
-        self.scaled = optimizer
+    def __init__(self, node: ProcessNode, replica: Replica, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._scaled = optimizers[0]
+        self._optimizers = optimizers
         self._node = node
         self._replica = replica
         self._refused = 0
 
+    def begin(self, scaler: GradScaler, stepped: torch.optim.Optimizer) -> None:
+        """A step of `stepped` begins, whose gradients the loop may have unscaled by the other optimizer.
+
+        Raises `UsageError` if they were unscaled by both: they are too small then.
+        """
+        states = scaler._per_optimizer_states
+        done = [each for each in self._optimizers if states.get(id(each), {}).get("stage") is OptState.UNSCALED]
+        if len(done) > 1:
+            raise UsageError(
+                "the gradients were unscaled twice, for the optimizer and for replica.routed_optimizer, which have the "
+                "same parameters. Call scaler.unscale_ for one of them."
+            )
+        self._scaled = done[0] if done else stepped
+
     def overflowed(self, scaler: GradScaler) -> bool:
         """Unscale the gradients, unless the user has done so; returns whether they hold NaN or infinity."""
         try:
-            scaler.unscale_(self.scaled)
+            scaler.unscale_(self._scaled)
         except RuntimeError as error:
             if "already" not in str(error):
                 raise
@@ -151,7 +167,7 @@ class GradientCheck:
         """
         skipping = self.overflowed(scaler) if known is None else known
         if skipping:
-            for found in scaler._found_inf_per_device(self.scaled).values():
+            for found in scaler._found_inf_per_device(self._scaled).values():
                 found.fill_(1.0)
         return skipping
 
