@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -965,8 +966,19 @@ def test_gradients_that_are_unscaled_by_one_optimizer_are_stepped_by_the_other(s
     scaler.scale(attached.loss_of(module, batch)).backward()
     scaler.unscale_(by)
     scaler.unscale_(stepped)
-    with pytest.raises(UsageError, match="unscaled twice"):
+    with raising(UsageError):
         replica.step(scaler)
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_what_is_bound_to_connections_is_neither_copied_nor_pickled(duplicate):
+    module, optimizer, replica = attached_alone()
+    for bound in (replica, replica.routed_optimizer):
+        with raising(UsageError):
+            duplicate(bound)
+    duplicate(module)
+    duplicate(optimizer)
+    replica.close()
 
 
 def test_a_routed_optimizer_steps_the_replica():

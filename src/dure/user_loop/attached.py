@@ -341,6 +341,12 @@ class Attached:
         else:
             self.failed(error)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UsageError(
+            "an attached model has connections to the other ranks, so no copy of the replica can be made, and it cannot "
+            "be pickled. Copy the model, or save what replica.state_dict() gives."
+        )
+
     def _examine(self, call: str) -> None:
         """Raise an error if the user's code has moved or changed what is trained in a way that `call` would undo."""
         try:

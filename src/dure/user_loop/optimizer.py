@@ -166,8 +166,6 @@ class RoutedOptimizer(torch.optim.Optimizer):
         warnings.filterwarnings("ignore", "GradScaler is going to stop passing itself", FutureWarning)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "inner":  # a copy that is being made
-            raise AttributeError(name)
         return getattr(self.inner, name)
 
     @property
@@ -199,6 +197,12 @@ class RoutedOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.inner.load_state_dict(state_dict)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UsageError(
+            "replica.routed_optimizer steps at the connections of this rank, so no copy of it can be made, and "
+            "it cannot be pickled. Copy replica.optimizer, or save its state_dict()."
+        )
 
 
 _ATTACHED: WeakSet[UserOptimizer] = WeakSet()
