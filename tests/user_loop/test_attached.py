@@ -1029,14 +1029,36 @@ def test_after_the_end_parameters_own_their_memory(tmp_path):
         ({"world_size": 3}, "3 ranks"),
         ({"rank": 1}, "rank 1"),
         ({"strategy": "bsp collective"}, "bsp collective"),
-        ({"parameters": 5}, "parameters 5"),
-        ({"format": 2}, "format 2"),
+        ({"model": "5"}, "layers 5"),
+        ({"kind": "AdamW"}, "AdamW"),
+        ({"format": 1}, "format 1"),
     ],
 )
 def test_the_state_of_another_rank_is_refused(change, case):
     _, _, replica = attached_alone(sync="averaging:period=2")
     with raising(UsageError, case):
         replica.load_state_dict(replica.state_dict() | change)
+
+
+@pytest.mark.parametrize("part", ["strategy", "clock", "optimizer", "tensors", "tensors params", "plain kept"])
+def test_a_state_with_a_missing_part_is_refused(part):
+    _, _, replica = attached_alone(sync="averaging:period=2")
+    state = replica.state_dict()
+    outer, _, inner = part.partition(" ")
+    del (state[outer] if inner else state)[inner or outer]
+    with raising(UsageError, inner or outer):
+        replica.load_state_dict(state)
+
+
+def test_the_state_of_a_model_of_the_same_size_is_refused():
+    _, _, replica = attached_alone(sync="averaging:period=2")
+    state = replica.state_dict()
+    replica.close()
+    module = nn.Linear(len(attached.flat(attached.model())), 1, bias=False)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    replica = dure.attach(module, optimizer, sync="averaging:period=2")
+    with raising(UsageError, "model of the layers"):
+        replica.load_state_dict(state)
 
 
 @pytest.mark.parametrize(("sync", "topology"), [("ssp", "ps"), ("easgd", "collective")])

@@ -10,7 +10,6 @@ It runs alone, or at every rank that `torchrun` starts.
 
 from __future__ import annotations
 
-import hashlib
 import traceback
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -39,6 +38,7 @@ from dure.user_loop.checks import check_unwrapped
 from dure.user_loop.gossip import LoopGossip
 from dure.user_loop.optimizer import UserOptimizer, check_free, check_step, unwrapped
 from dure.user_loop.peers import LoopCollectives
+from dure.user_loop.saved import model_text
 from dure.user_loop.servers import LoopServers, name_of_run
 from dure.user_loop.source import LoopSource
 
@@ -216,16 +216,13 @@ def _introduce(rendezvous: Rendezvous, strategy: Strategy, replica: Replica, bat
 
     Raises `UsageError` if ranks attach different strategies or models.
     """
-    pairs = zip(replica.layers, replica.parameters, strict=True)
-    layers = [[layer.name, list(layer.shape), list(parameter.stride())] for layer, parameter in pairs]
-    constants = [[name, list(each.shape), str(each.dtype)] for name, each in replica.constants.items()]
     model = {
         "parameters": replica.numel,
         "dtype": str(replica.dtype),
         "contiguous": sum(parameter.is_contiguous() for parameter in replica.parameters),
         "buffers": replica.buffers_flat().numel(),
         "constants": sum(each.numel() for each in replica.constants.values()),
-        "layers": hashlib.sha256(repr([layers, constants]).encode()).hexdigest()[:16],
+        "layers": model_text(replica),
     }
     mine = {"run": name_of_run(), "strategy": str(strategy), "model": model, "batch_size": batch_size}
     ranks = rendezvous.exchange("about", mine)

@@ -281,20 +281,20 @@ class Attached:
         if self._lifetime.inside != "evaluation":
             self._may("state_dict")
         present = self._aside or (self._replica.params, self._replica.buffers_flat())
-        return saved.state_dict(self.strategy, self._worker, self.optimizer, present)
+        return saved.state_dict(self.strategy, self._worker, self._replica, self.optimizer, present)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on as the rank whose `state_dict()` this is; all ranks call it between two steps, each with its own.
 
         Load the model and the optimizer before: under `bsp` they are not in it. Gradients are discarded.
 
-        Raises `UsageError` for the state of another strategy, model, rank or number of ranks, or if ranks load states
-        of different steps.
+        Raises `UsageError` for the state of another strategy, model, optimizer, rank or number of ranks, for one with
+        missing parts, or if ranks load states of different steps.
         """
         if not self._may("load_state_dict"):
             return
         with self._lifetime.guarded():
-            found = saved.checked(state, self.strategy, self._worker)
+            found = saved.checked(state, self.strategy, self._worker, self._replica, self.optimizer)
             self._lifetime.agree_on("the step of a loaded state", found.clock)
             self._source.discard()
             self.zero_grad()
@@ -343,8 +343,8 @@ class Attached:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UsageError(
-            "an attached model has connections to the other ranks, so no copy of the replica can be made, and it cannot "
-            "be pickled. Copy the model, or save what replica.state_dict() gives."
+            "an attached model has connections to the other ranks, so no copy of the replica can be made, and it "
+            "cannot be pickled. Copy the model, or save what replica.state_dict() gives."
         )
 
     def _examine(self, call: str) -> None:

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -23,16 +24,30 @@ from dure.sync import lifecycle
 from dure.sync.base import traits_of
 
 if TYPE_CHECKING:
+    from dure.job.replica import Replica
     from dure.run.strategy import Strategy
     from dure.sync.worker_state import WorkerState
 
-FORMAT = 1
+FORMAT = 2
 """The version of the form of a rank's state."""
+
+FORM = {"strategy": str, "rank": int, "world_size": int, "model": str, "clock": int}
+FORM_OF_REPLICA = {"tensors": dict, "plain": dict, "kind": str, "optimizer": dict}
+"""What a state has, and where replicas differ between two meetings: `kind` is the class of the optimizer."""
+
+
+def model_text(replica: Replica) -> str:
+    """A text that differs for models of other layers: their names, shapes and strides, and their constants."""
+    pairs = zip(replica.layers, replica.parameters, strict=True)
+    layers = [[layer.name, list(layer.shape), list(parameter.stride())] for layer, parameter in pairs]
+    constants = [[name, list(each.shape), str(each.dtype)] for name, each in replica.constants.items()]
+    return hashlib.sha256(repr([layers, constants]).encode()).hexdigest()[:16]
 
 
 def state_dict(
     strategy: Strategy,
     worker: WorkerState,
+    replica: Replica,
     optimizer: torch.optim.Optimizer,
     present: tuple[torch.Tensor, torch.Tensor],
 ) -> dict[str, Any]:
@@ -46,7 +61,7 @@ def state_dict(
         "strategy": str(strategy),
         "rank": worker.rank,
         "world_size": worker.world_size,
-        "parameters": worker.params.numel(),
+        "model": model_text(replica),
         "clock": worker.clock,
     }
     if traits_of(strategy.sync).delivers == "replica":
@@ -58,7 +73,8 @@ def state_dict(
     if worker.buffers is not None:
         state.tensors["buffers"] = buffers
     copied = state.cloned()
-    return whole | {"tensors": copied.tensors, "plain": copied.plain, "optimizer": _copied(optimizer.state_dict())}
+    whole |= {"tensors": copied.tensors, "plain": copied.plain}
+    return whole | {"kind": type(optimizer).__name__, "optimizer": _copied(optimizer.state_dict())}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +88,19 @@ class RankState:
         return int(self.saved["clock"])
 
     def restore(self, worker: WorkerState, optimizer: torch.optim.Optimizer) -> None:
-        """Set the worker of a method that does not run, and the user's optimizer, to this state."""
+        """Set the worker of a method that does not run, and the user's optimizer, to this state.
+
+        Raises `UsageError` where a part of it is missing or has another size.
+        """
+        try:
+            self._restore(worker, optimizer)
+        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            raise UsageError(
+                f"this state is not whole ({type(error).__name__}: {error}). Load what replica.state_dict() gave, "
+                "unchanged, and for an optimizer with the same parameter groups."
+            ) from error
+
+    def _restore(self, worker: WorkerState, optimizer: torch.optim.Optimizer) -> None:
         state = State(dict(self.saved.get("tensors", {})), dict(self.saved.get("plain", {})))
         if "optimizer" in self.saved:
             lifecycle.restore(worker, state)
@@ -83,15 +111,36 @@ class RankState:
             lifecycle.restore_codec(worker, state.to(worker.params.device))
 
 
-def checked(state: Mapping[str, Any], strategy: Strategy, worker: WorkerState) -> RankState:
-    """The state, if it fits. Raises `UsageError` if it is none, or that of another strategy, model, rank or number."""
+def checked(
+    state: Mapping[str, Any],
+    strategy: Strategy,
+    worker: WorkerState,
+    replica: Replica,
+    optimizer: torch.optim.Optimizer,
+) -> RankState:
+    """The state, if it fits. Raises `UsageError` if it is none, or of another strategy, model, optimizer or rank."""
     _check_kept_at_ranks(strategy, worker)
     if not isinstance(state, Mapping) or state.get("format") != FORMAT:
         raise UsageError(
             f"load_state_dict needs what replica.state_dict() of this version of dure gave, and got {_told(state)}. "
             "The states of the model and of the optimizer are loaded by these."
         )
-    mine = {"strategy": str(strategy), "parameters": worker.params.numel()}
+    mine = {"strategy": str(strategy), "model": model_text(replica)}
+    form: dict[str, type] = FORM
+    if traits_of(strategy.sync).delivers != "replica" and state.get("strategy") == mine["strategy"]:
+        form = FORM | FORM_OF_REPLICA
+        mine["kind"] = type(optimizer).__name__
+    missing = [name for name, kind in form.items() if not isinstance(state.get(name), kind)]
+    if missing:
+        raise UsageError(
+            f"this state has no {' and no '.join(missing)}, or a value of another type there. Load what "
+            "replica.state_dict() gave, unchanged."
+        )
+    _check_fits(state, worker, mine)
+    return RankState(state)
+
+
+def _check_fits(state: Mapping[str, Any], worker: WorkerState, mine: dict[str, Any]) -> None:
     if "tensors" in state:
         mine["rank"] = worker.rank
     if "tensors" in state and state["world_size"] != worker.world_size:
@@ -102,10 +151,12 @@ def checked(state: Mapping[str, Any], strategy: Strategy, worker: WorkerState) -
     for name, value in mine.items():
         if state[name] != value:
             raise UsageError(
-                f"this state is of a rank with {name} {state[name]}, and this rank has {name} {value}. Load what "
-                "replica.state_dict() gave at this rank, under this strategy and for this model."
+                f"this state is of a rank with {_NAMED.get(name, name)} {state[name]}, and this rank has {value}. Load "
+                "what replica.state_dict() gave at this rank, under this strategy, and for this model and optimizer."
             )
-    return RankState(state)
+
+
+_NAMED = {"model": "a model of the layers", "kind": "the optimizer"}
 
 
 def is_kept_at_ranks(strategy: Strategy, worker: WorkerState) -> bool:
