@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray.train
 import ray.train.torch
+from ray.train.collective import broadcast_from_rank_zero
 
 import dure
 from dure.integrations.rank_files import load_rank, save_rank
@@ -61,12 +62,14 @@ def reporting(replica: Attached, metrics: dict[str, Any]) -> Iterator[str]:
     """Report `metrics` and a checkpoint at the end of the block; every worker calls this after the same step.
 
     Inside, the model is what the method would deliver now. The folder that is given becomes the checkpoint, with the
-    states of all ranks; only what rank 0 writes there counts. `metrics` may be changed inside.
+    states of all ranks; only what rank 0 writes there counts. If it writes nothing, the report has no checkpoint.
+    `metrics` may be changed inside.
     """
     with TemporaryDirectory() as folder:
         with TemporaryDirectory() as unused, replica.evaluation():
             yield unused if replica.rank else folder
-            if replica.keeps_state:
+            has_model = broadcast_from_rank_zero(any(Path(folder).iterdir()))  # states alone are no checkpoint
+            if has_model and replica.keeps_state:
                 save_rank(folder, replica)
         has_files = any(Path(folder).iterdir())
         ray.train.report(metrics, checkpoint=ray.train.Checkpoint.from_directory(folder) if has_files else None)
