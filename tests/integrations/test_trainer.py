@@ -10,7 +10,7 @@ from support.trainers import distance, started
 
 pytestmark = [pytest.mark.long, pytest.mark.xdist_group("trainer"), pytest.mark.timeout(600)]
 EQUAL = ("fp64", "fp32", "sgd", "accumulation", "bf16", "checkpointing", "subclass")
-MORE = ("plain", "best_model", "last_checkpoint", "again", "refusals")
+MORE = ("plain", "best_model", "last_checkpoint", "again", "refusals", "uneven")
 OTHERS = ("methods", "resume", "from_ddp", "error_at_one_rank")
 
 
@@ -107,6 +107,15 @@ def test_a_trainer_trains_twice(ranks):
         assert second < first
         assert logs == 24
         assert detached
+
+
+def test_ranks_with_loaders_of_different_lengths_end_with_the_shortest(ranks):
+    """Rank 0 has taken a batch more when it learns of the end."""
+    assert [rank["uneven"]["bsp"]["clock"] for rank in ranks] == [13, 12]
+    assert [len(rank["uneven"]["bsp"]["losses"]) for rank in ranks] == [12, 12]
+    assert [len(rank["uneven"]["averaging:period=5"]["losses"]) for rank in ranks] == [2, 2]
+    for way in ranks[0]["uneven"]:
+        assert ranks[0]["uneven"][way]["state"] == ranks[1]["uneven"][way]["state"]
 
 
 def test_an_error_at_one_rank_ends_the_others_with_its_cause(ranks):

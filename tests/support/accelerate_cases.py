@@ -1,4 +1,4 @@
-"""What every rank does in the tests of `integrations.accelerate`: `torchrun ... accelerate_cases.py FOLDER CASE...`.
+"""Cases of each rank in the tests of `integrations.accelerate`: `torchrun ... accelerate_cases.py FOLDER CASE...`.
 
 Rank r writes the values of all cases to FOLDER/r.json, as `attached.py` does.
 """

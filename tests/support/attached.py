@@ -1,4 +1,4 @@
-"""What every rank does in the tests of `dure.attach`: `torchrun --nproc-per-node 2 attached.py FOLDER`.
+"""Cases of each rank in the tests of `dure.attach`: `torchrun --nproc-per-node 2 attached.py FOLDER`.
 
 Each case returns plain values; rank r writes all of them to FOLDER/r.json. Cases run one after another in the same
 processes, so most of the time that processes take to start is spent once.

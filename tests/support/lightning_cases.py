@@ -1,4 +1,4 @@
-"""What every rank does in the tests of `DureStrategy`: `torchrun --nproc-per-node 2 lightning_cases.py FOLDER CASE...`.
+"""Cases of each rank in the tests of `DureStrategy`: `torchrun --nproc-per-node 2 lightning_cases.py FOLDER CASE...`.
 
 Rank r writes the values of all cases to FOLDER/r.json, as `attached.py` does.
 """

@@ -1,4 +1,4 @@
-"""What every rank does in the tests of `DureTrainer`: `torchrun --nproc-per-node 2 trainer_cases.py FOLDER CASE...`.
+"""Cases of each rank in the tests of `DureTrainer`: `torchrun --nproc-per-node 2 trainer_cases.py FOLDER CASE...`.
 
 Rank r writes the values of all cases to FOLDER/r.json, as `attached.py` does. Models are made from a configuration.
 """
@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy
 pytest.importorskip("transformers")
 
 from safetensors.torch import load_file
+from torch.utils.data import DataLoader
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -307,6 +308,23 @@ def case_again(folder):
     first = watch.losses[-1]
     trainer.train()
     return [first, watch.losses[-1], len(watch.losses), trainer.replica is None]
+
+
+class Uneven(DureTrainer):
+    """Rank 1 has a loader with four batches less."""
+
+    def get_train_dataloader(self):
+        return DataLoader(Words(64 - 16 * RANK), batch_size=4, collate_fn=self.data_collator)
+
+
+def case_uneven(folder):
+    """Logs in each step, or at times. A schedule would end at another step of each rank."""
+    how = {"eval_strategy": "no", "max_steps": -1, "num_train_epochs": 1, "average_tokens_across_devices": False}
+    how["lr_scheduler_type"] = "constant"
+    found = {}
+    for way, interval in (("bsp", 1), ("averaging:period=5", 5)):
+        found[way] = train(way, folder, kind=Uneven, logging_steps=interval, **how)
+    return found
 
 
 class Falls(TrainerCallback):

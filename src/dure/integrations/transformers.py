@@ -7,7 +7,7 @@ and change with versions:
 |-------------------------------------|------------------------------------------------------------------------------|
 | `_prepare_for_training`             | attaches the model without a wrapper, and loads the state of this rank       |
 | `_inner_training_loop`              | reports an error to the other ranks                                          |
-| `_maybe_log_save_evaluate`          | one delivery of the method's model for an evaluation and a save              |
+| `_maybe_log_save_evaluate`          | one delivery for an evaluation and a save; the end after a rank without data |
 | `evaluate`, `predict`, `save_model` | the model that the method would deliver                                      |
 | `_save_rng_state`                   | writes the state of this rank: all ranks call it, before `trainer_state.json` |
 | `_finalize_training`                | closes the replica first, since the best model is loaded after that          |
@@ -55,6 +55,7 @@ class DureTrainerMixin:
 
     accelerator: Any
     control: Any
+    current_flos: float
     model: Any
     model_wrapped: Any
     optimizer: Any
@@ -117,6 +118,11 @@ class DureTrainerMixin:
             self._detach()
 
     def _maybe_log_save_evaluate(self, *args: Any, **options: Any) -> None:
+        if self.replica is not None and self.replica.ended:
+            # The other ranks are at the end of their loops. A collective of this one would meet another of theirs,
+            # by which Gloo aborts the process.
+            self.control.should_training_stop = True
+            return
         due = self.control.should_evaluate or self.control.should_save
         with self._delivered() if due else nullcontext():
             super()._maybe_log_save_evaluate(*args, **options)  # type: ignore[misc]
@@ -124,6 +130,8 @@ class DureTrainerMixin:
     def _finalize_training(self, *args: Any, **options: Any) -> Any:
         if self.replica is not None:
             self.replica.close()
+        # An int 0 after a log, else a float: ranks with different numbers of batches would gather different types.
+        self.current_flos = float(self.current_flos)
         return super()._finalize_training(*args, **options)  # type: ignore[misc]
 
     # ---- evaluation and checkpoints
