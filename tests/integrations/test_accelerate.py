@@ -14,7 +14,7 @@ from dure.integrations.accelerate import check_version
 
 pytestmark = [pytest.mark.long, pytest.mark.xdist_group("accelerate"), pytest.mark.timeout(400)]
 EQUAL = ("fp64", "fp32", "sgd", "accumulation", "bf16", "norm", "unused", "split_batches", "dispatched")
-OTHERS = ("methods", "resume", "from_ddp", "last_model", "two_models", "refusals", "wrapper_is_not_called", "uneven")
+OTHERS = ("methods", "resume", "from_ddp", "last_model", "two_models", "refusals", "wrapper_is_not_called", "uneven", "overflow")
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +82,18 @@ def test_the_last_checkpoint_is_the_final_model(ranks):
 
 def test_two_models_of_one_accelerator_are_kept_apart(ranks):
     assert [rank["two_models"] for rank in ranks] == [[True, [6, 6], "Net"]] * 2
+
+
+def test_a_step_that_overflows_at_one_rank_is_skipped_by_all(ranks):
+    for rank in ranks:
+        ways = rank["overflow"]
+        assert ways["bsp"] == ways["ddp"]
+        for way, found in ways.items():
+            assert found["skipped"] == [False, False, True, *5 * [False]]
+            assert found["scales"] == ways["ddp"]["scales"]
+            assert found["rates"] == ways["ddp"]["rates"]
+            assert found["state"] == ranks[0]["overflow"][way]["state"]
+    assert ranks[0]["overflow"]["averaging:period=3"]["norms"][2] > 0  # without an overflow of its own
 
 
 def test_ranks_with_loaders_of_different_lengths_end_with_the_shortest(ranks):

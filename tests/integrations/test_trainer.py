@@ -10,7 +10,7 @@ from support.trainers import distance, started
 
 pytestmark = [pytest.mark.long, pytest.mark.xdist_group("trainer"), pytest.mark.timeout(600)]
 EQUAL = ("fp64", "fp32", "sgd", "accumulation", "bf16", "checkpointing", "subclass")
-MORE = ("plain", "best_model", "last_checkpoint", "again", "refusals", "uneven")
+MORE = ("plain", "best_model", "last_checkpoint", "again", "refusals", "uneven", "overflow")
 OTHERS = ("methods", "resume", "from_ddp", "error_at_one_rank")
 
 
@@ -107,6 +107,17 @@ def test_a_trainer_trains_twice(ranks):
         assert second < first
         assert logs == 24
         assert detached
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_torch"])
+def test_a_step_that_overflows_at_one_rank_is_skipped_by_all(ranks, optim):
+    for rank in ranks:
+        ddp, bsp, averaging = (rank["overflow"][f"{way} {optim}"] for way in ("ddp", "bsp", "averaging:period=3"))
+        assert bsp == ddp
+        assert averaging[:2] == ddp[:2]
+        rates = ddp[0]
+        assert (rates[1] == rates[2]) == (optim == "adamw_torch")  # a schedule pauses, where Accelerate sees the skip
+        assert averaging == ranks[0]["overflow"][f"averaging:period=3 {optim}"]
 
 
 def test_ranks_with_loaders_of_different_lengths_end_with_the_shortest(ranks):

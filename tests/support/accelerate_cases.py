@@ -278,6 +278,40 @@ def case_two_models(folder):
     return [same, [replica.clock for replica in replicas], type(copied).__name__]
 
 
+def case_overflow():
+    """Accelerate has a scaler on GPUs only, so this one is put in. At its third step rank 1 overflows."""
+
+    def scaled(way):
+        accelerator = accelerator_of()
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+        model = Net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=40)
+        model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+        replica = None
+        if way != "ddp":
+            model, replica = attach(accelerator, model, optimizer, sync=way)
+        accelerator.native_amp, accelerator.state._mixed_precision = True, "fp16"  # clipping unscales
+        found = {"skipped": [], "scales": [], "rates": [], "norms": [], "losses": []}
+        for step, batch in enumerate(DataLoader(samples(64, seed=RANK), batch_size=8)):
+            loss = loss_of(model, batch)
+            accelerator.backward(loss * (float("inf") if (step, RANK) == (2, 1) else 1))
+            norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            found["skipped"].append(accelerator.optimizer_step_was_skipped)
+            found["scales"].append(accelerator.scaler.get_scale())
+            found["rates"].append(schedule.get_last_lr()[0])
+            found["norms"].append(norm.item() if norm.isfinite() else -1)
+            found["losses"].append(loss.item())
+        if replica:
+            replica.close()
+        return {**found, "state": flat(accelerator.unwrap_model(model))}
+
+    return {way: scaled(way) for way in ("ddp", "bsp", "averaging:period=3", "diloco:period=3")}
+
+
 def case_uneven():
     """Rank 1 has two batches less, of a loader that is not prepared. Batches that a rank takes, and its steps."""
     accelerator = accelerator_of()

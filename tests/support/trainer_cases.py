@@ -327,6 +327,49 @@ def case_uneven(folder):
     return found
 
 
+class Overflowing:
+    """The Trainer's accelerator has a scaler on GPUs only. At the third step rank 1 overflows."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        return loss * float("inf") if (self.state.global_step, RANK) == (2, 1) else loss
+
+
+class PlainOverflowing(Overflowing, Trainer):
+    pass
+
+
+class DureOverflowing(Overflowing, DureTrainer):
+    pass
+
+
+class Rates(TrainerCallback):
+    """Rates after each step."""
+
+    def __init__(self):
+        self.found = []
+
+    def on_step_end(self, args, state, control, **about):
+        self.found.append(about["lr_scheduler"].get_last_lr())
+
+
+def case_overflow(folder):
+    """With the Trainer's fused optimizer, whose schedule goes on, and with a plain one."""
+    found = {}
+    for way in ("ddp", "bsp", "averaging:period=3"):
+        kind = PlainOverflowing if way == "ddp" else DureOverflowing
+        how = {"eval_strategy": "no", "max_grad_norm": 0, "logging_strategy": "no", "max_steps": 6}
+        for optim in ("adamw_torch_fused", "adamw_torch"):
+            trainer, _ = made(way, folder, kind=kind, callbacks=[rates := Rates()], optim=optim, **how)
+            trainer.train()
+            found[f"{way} {optim}"] = [rates.found, trainer.accelerator.scaler.get_scale(), flat(trainer.model)]
+    return found
+
+
 class Falls(TrainerCallback):
     def on_step_end(self, args, state, control, **_):
         if RANK == 1 and state.global_step == 3:

@@ -105,11 +105,14 @@ def route(optimizer: AcceleratedOptimizer, replica: Attached) -> None:
     if scaler is None:
         return
 
+    # A fused optimizer leaves the step out by itself, which Accelerate does not see: its schedulers go on.
+    hides = getattr(replica.optimizer, "_step_supports_amp_scaling", False)
+
     @functools.wraps(routed.step)  # the scaler looks for `grad_scaler` in the signature
     def step(*args: Any, grad_scaler: GradScaler | None = None) -> Any:
         loss = type(routed).step(routed, *args, grad_scaler=grad_scaler)
         overflows = scaler._found_inf_per_device(routed).values()
-        optimizer._accelerate_step_called = not any(bool(each) for each in overflows)
+        optimizer._accelerate_step_called = hides or not any(bool(each) for each in overflows)
         return loss
 
     optimizer._optimizer_original_step_method = routed.step
