@@ -1,5 +1,7 @@
 """The script of plain data parallelism that a plan prints: it runs, and trains what dure trains under BSP."""
 
+import ast
+import builtins
 import os
 import subprocess
 import sys
@@ -11,7 +13,8 @@ from support.runs import virtual
 
 import dure
 from dure.job.job import load_job
-from dure.planner.commands import ddp_script
+from dure.planner.commands import Command, ddp_script, script_of
+from dure.run.config import TrainConfig
 
 ROOT = Path(__file__).parents[2]
 
@@ -93,7 +96,17 @@ def test_an_optimizer_that_pytorch_lacks_has_no_script():
     assert ddp_script(job, "digits-mlp", None, workers=2, batch=8, line="torchrun ddp.py") is None
 
 
-def test_a_job_without_a_name_to_load_is_left_to_the_user():
-    script = ddp_script(load_job("digits-mlp"), None, None, workers=2, batch=8, line="torchrun ddp.py")
-    assert "job = make_job()  # the dure.Job of this plan" in script
-    assert "load_job" not in script
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("ranks", [(2,), (2, 2), (2, 1)])
+def test_a_script_says_first_what_is_to_be_filled_in(named, ranks):
+    command = Command(TrainConfig(job="digits-mlp", strategy="bsp", batch_size=8, on="torchrun"), ranks)
+    script = script_of(command, load_job("digits-mlp"), named=named)
+    nodes = list(ast.walk(ast.parse(script)))
+    defined = {each.id for each in nodes if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
+    defined |= {each.asname or each.name.split(".")[0] for node in nodes for each in getattr(node, "names", [])}
+    missing = {each.id for each in nodes if isinstance(each, ast.Name)} - defined - set(dir(builtins))
+    missing |= {word for word in ("NODE", "HOST", "RANKS") if word in script.splitlines()[1].split()}
+    wanted = {(2,): set(), (2, 2): {"NODE", "HOST"}, (2, 1): {"NODE", "HOST", "RANKS"}}[ranks]
+    assert missing == wanted | (set() if named else {"make_job"})
+    assert ("# This is a template.\n" in script) == bool(missing)
+    assert all(f"\n# {each} is " in script for each in missing)

@@ -69,10 +69,17 @@ def script_of(command: Command, job: Job, *, named: bool) -> str | None:
     )
 
 
+PLACEHOLDERS = {
+    "NODE": "NODE is the number of a machine, from 0 on",
+    "HOST": "HOST is the address of machine 0",
+    "RANKS": "RANKS is the number of workers of a machine",
+}
+"""Words in the line of a run on several machines, and what they stand for."""
+
 SCRIPT = """\
 # ddp.py: plain data parallelism in PyTorch. {workers} workers with {batch} samples each. Start it by
 # {line}
-import torch
+{blanks}import torch
 from torch.nn.parallel import DistributedDataParallel
 {load}
 torch.distributed.init_process_group()
@@ -99,19 +106,24 @@ def ddp_script(job: Job, text: str | None, data: Path | None, *, workers: int, b
     """The script that trains `job`, started by `line`; None if no optimizer of PyTorch equals the job's.
 
     `text` names the job as `load_job` takes it, and `data` the folder of its data sets. A job without a text is an
-    object of the caller's: the script then names `make_job`, a function of theirs.
+    object of the caller's: the script then names `make_job`, a function of theirs. What is to be filled in is said in
+    its first lines.
     """
     optimizer = _optimizer(job)
     if optimizer is None:
         return None
     root = "" if data is None else f", {str(data)!r}"
     scheduled = job.schedule is not None
+    blanks = [meaning for word, meaning in PLACEHOLDERS.items() if word in line.split()]
+    if text is None:
+        blanks.append("make_job is a function of yours, which returns the dure.Job of this plan. Write or import it")
     return SCRIPT.format(
         workers=workers,
         batch=batch,
         line=line,
+        blanks="".join(f"# {each}.\n" for each in ["This is a template", *blanks]) if blanks else "",
         load="" if text is None else "\nfrom dure.job.job import load_job\n",
-        job="make_job()  # the dure.Job of this plan" if text is None else f"load_job({text!r}{root})",
+        job="make_job()" if text is None else f"load_job({text!r}{root})",
         optimizer=optimizer,
         schedule="scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, job.schedule)\n" if scheduled else "",
         scheduler_step="    scheduler.step()\n" if scheduled else "",
