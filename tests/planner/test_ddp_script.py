@@ -108,5 +108,5 @@ def test_a_script_says_first_what_is_to_be_filled_in(named, ranks):
     missing |= {word for word in ("NODE", "HOST", "RANKS") if word in script.splitlines()[1].split()}
     wanted = {(2,): set(), (2, 2): {"NODE", "HOST"}, (2, 1): {"NODE", "HOST", "RANKS"}}[ranks]
     assert missing == wanted | (set() if named else {"make_job"})
-    assert ("# This is a template.\n" in script) == bool(missing)
-    assert all(f"\n# {each} is " in script for each in missing)
+    assert ("# This is a template: make_job is " in script) != named
+    assert all(f"# {each} is " in script for each in missing - {"make_job"})

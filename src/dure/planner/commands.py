@@ -116,12 +116,12 @@ def ddp_script(job: Job, text: str | None, data: Path | None, *, workers: int, b
     scheduled = job.schedule is not None
     blanks = [meaning for word, meaning in PLACEHOLDERS.items() if word in line.split()]
     if text is None:
-        blanks.append("make_job is a function of yours, which returns the dure.Job of this plan. Write or import it")
+        blanks.append("This is a template: make_job is a function of yours, which returns the dure.Job of this plan")
     return SCRIPT.format(
         workers=workers,
         batch=batch,
         line=line,
-        blanks="".join(f"# {each}.\n" for each in ["This is a template", *blanks]) if blanks else "",
+        blanks="".join(f"# {each}.\n" for each in blanks),
         load="" if text is None else "\nfrom dure.job.job import load_job\n",
         job="make_job()" if text is None else f"load_job({text!r}{root})",
         optimizer=optimizer,
