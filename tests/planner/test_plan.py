@@ -3,11 +3,13 @@
 import io
 import json
 import re
+import time
 
 import pytest
 import torch
 from rich.console import Console
 from support.plan_values import BATCH, WORKERS, plan_values, row
+from support.wording import raising
 
 import dure
 from dure.cli.main import main
@@ -15,12 +17,14 @@ from dure.cli.plan import ending, sentences, table
 from dure.core.target import Target
 from dure.errors import UsageError
 from dure.job.job import load_job
+from dure.planner import search as searching
+from dure.planner import side_by_side
 from dure.planner.candidates import Scene
 from dure.planner.commands import Command
 from dure.planner.learning import learned
 from dure.planner.options import PlanOptions
 from dure.planner.plan import LARGE, plan
-from dure.planner.search import NEVER
+from dure.planner.side_by_side import NEVER
 from dure.planner.sweeps import of_workers, sweeps, with_bandwidth, with_equal_workers, without_limits
 from dure.planner.timing import largest_memory, setup_in, timed
 from dure.report.labels import seconds_text
@@ -126,6 +130,13 @@ def test_the_answer_says_that_others_were_not_timed():
     assert found.found.left
     assert f"{len(found.found.left)} others were not timed" in " ".join(found.why)
     assert "no other" not in " ".join([*found.why, *sentences(found.values())])
+
+
+def test_seconds_that_suffice_for_no_strategy_are_refused_with_those_that_should(monkeypatch):
+    monkeypatch.setattr(searching, "LEAST", 0.1)
+    monkeypatch.setattr(side_by_side, "_timed", lambda scenes, wanted: time.sleep(600))
+    with raising(UsageError, "no strategy could be timed within 1 seconds for 32 workers", "--within 128"):
+        plan("digits-mlp", on=Cluster.uniform(32), within=1)
 
 
 def test_a_report_that_cannot_be_written_is_refused_before_the_plan(tmp_path):

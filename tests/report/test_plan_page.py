@@ -166,7 +166,9 @@ def test_a_target_is_a_loss_or_an_accuracy():
 
 
 def test_strategies_that_were_not_timed_are_listed():
-    text = Outline(render_plan(undrawn() | {"left": ["gossip:graph=torus"]})).text
+    text = Outline(
+        render_plan(undrawn() | {"left": [{"strategy": "gossip:graph=torus", "least_seconds": 0.0123}]})
+    ).text
     assert "1 not timed, as the time of the plan was over gossip:graph=torus" in text
 
 

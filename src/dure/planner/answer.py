@@ -105,7 +105,7 @@ def _values(plan: Ranking) -> dict[str, Any]:
         },
         "rows": [_row(plan, rank, row) for rank, row in enumerate(plan.rows, start=1)],
         "refused": [{"strategy": name, "reason": reason} for name, reason in plan.found.refused.items()],
-        "left": list(plan.found.left),
+        "left": [{"strategy": name, "least_seconds": least} for name, least in plan.found.left.items()],
         "sweeps": {name: sweep.values() for name, sweep in plan.sweeps.items() if len(sweep.at) > 1},
         "timeline": _timeline(plan),
         "curves": [

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 from dure.core.text import log
 from dure.errors import UsageError
 from dure.planner.candidates import PLAIN
-from dure.planner.explain import smallest_change
+from dure.planner.explain import no_answer
 from dure.planner.options import PlanOptions
 from dure.planner.plan import Say, scene_of
-from dure.planner.search import Deadline, Found, search
+from dure.planner.search import Found, search
+from dure.planner.side_by_side import Deadline
 from dure.planner.timing import config_of
 from dure.run import train as runs
 from dure.run.config import TrainConfig
@@ -85,7 +86,7 @@ def decided(
     scene = scene_of(options, job, cluster, say)
     found = search(scene, Deadline(within), lambda done, of, strategy: say(f"timing {strategy}", done, of))
     if not found.rows:
-        raise UsageError(smallest_change(scene, found.refused))
+        raise UsageError(no_answer(scene, found, within))
     strategy = found.rows[0].strategy
     size = config_of(scene, strategy).batch_size
     return replace(config, strategy=strategy, sync=None, batch_size=size, workers=scene.workers), _said(found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,7 @@ from dure.errors import DureError
 from dure.partition.mesh import pipeline_of
 from dure.planner.candidates import PLAIN, Scene, shape_of, single
 from dure.planner.ranking import Ranked, in_order, ranked
-from dure.planner.search import Deadline, timings
+from dure.planner.side_by_side import Deadline, timings
 from dure.planner.sweeps import (
     Sweep,
     of_workers,
@@ -24,6 +25,7 @@ from dure.run.strategy import Strategy
 
 if TYPE_CHECKING:
     from dure.partition.memory import MemoryUse
+    from dure.planner.search import Found
 
 
 LARGE = 0.15
@@ -70,16 +72,19 @@ def _bottleneck(row: Ranked, network: float, unequal: float) -> str:
     return "computation"
 
 
-def why(rows: Sequence[Ranked], bottlenecks: Mapping[str, str], left: int = 0) -> list[str]:
-    """Sentences with the reasons for the winner, the first of `rows`; `left` strategies have not been timed."""
+def why(search: Found, bottlenecks: Mapping[str, str]) -> list[str]:
+    """Sentences with the reasons for the winner of a search."""
+    rows, left = search.rows, search.left
     winner = rows[0]
     plain = next((row for row in rows if row.strategy == PLAIN), None)
     found = []
     if left:
         found.append(
-            f"It is the best of {len(rows)} strategies. {left} others were not timed, as the seconds were over: give "
-            "more with --within."
+            f"It is the best of {len(rows)} strategies. {len(left)} others were not timed, as the seconds were over: "
+            "give more with --within."
         )
+        better = sum(least < winner.timing.seconds for least in left.values())
+        found.append(f"By their lower bounds, {better or 'none'} of these could have shorter steps.")
     if winner is plain:
         faster = [row for row in rows[1:] if row.score > winner.score]
         others = "none of the others that were timed" if left else "no other"
@@ -148,6 +153,33 @@ def _winner_on(scene: Scene, strategies: Sequence[str], deadline: Deadline) -> s
 
 DOUBLINGS = 6
 """Doublings of the workers, and halvings of the batch, that are tried."""
+
+
+def no_answer(scene: Scene, search: Found, within: float) -> str:
+    """A sentence with what makes an answer possible, where a search within so many seconds has none."""
+    if not search.left:
+        return smallest_change(scene, search.refused)
+    enough = _enough(scene, within)
+    return (
+        f"no strategy could be timed within {within:g} seconds for {scene.workers} workers: their number makes a "
+        f"simulation slow. Give more, such as --within {math.ceil(enough)}, or describe fewer machines."
+    )
+
+
+FEWER = 16
+"""Factor of the workers of the cluster that is timed to know what seconds suffice."""
+
+
+def _enough(scene: Scene, within: float) -> float:
+    """Seconds in which plain data parallelism should be timed, from those of a cluster with fewer workers."""
+    kinds = tuple(
+        kind.changed(count=max(1, kind.count // FEWER), speed=kind.speed if isinstance(kind.speed, float) else 1.0)
+        for kind in scene.cluster.machines
+    )
+    fewer = scene.on(scene.cluster.changed(machines=kinds, events=()))
+    limit = Deadline(within)
+    list(timings([fewer], [(0, PLAIN)], limit))
+    return max(4 * within, 8 * (within - (limit.left or 0.0)) * scene.workers / fewer.workers)
 
 
 def smallest_change(scene: Scene, refused: Mapping[str, str]) -> str:

@@ -24,12 +24,13 @@ from dure.job.validation import try_to_count, validate_job
 from dure.planner.answer import Ranking
 from dure.planner.candidates import CODECS, PLAIN, Scene
 from dure.planner.commands import command_of, script_of
-from dure.planner.explain import bottlenecks, crowded, smallest_change, why, would_change
+from dure.planner.explain import bottlenecks, crowded, no_answer, why, would_change
 from dure.planner.job_profile import calibrated, is_measured, profile_job
 from dure.planner.learning import LearningCurve, learned, unreached
 from dure.planner.options import PlanOptions
 from dure.planner.ranking import Ranked, in_order
-from dure.planner.search import Deadline, Found, search
+from dure.planner.search import Found, search
+from dure.planner.side_by_side import Deadline
 from dure.planner.sweeps import sweeps
 from dure.planner.timing import timed
 from dure.run.prebuilt import named, placed
@@ -39,9 +40,9 @@ from dure.runtime.virtual.cluster import Cluster
 if TYPE_CHECKING:
     from dure.job.job import Job
 
-SEARCH, EXPLAIN, SWEEP, CHANGE = 0.6, 0.1, 0.2, 0.05
-"""Shares of the parts of a plan in its seconds: of the candidates, their bottlenecks, sweeps, and stragglers. The rest
-is for the job and the answer."""
+SEARCH, EXPLAIN, SWEEP, CHANGE = 0.6, 0.25, 0.65, 0.5
+"""Shares of the parts of a plan, in turn, in the seconds that are left: of the candidates, their bottlenecks, sweeps,
+and stragglers. The rest is for the answer."""
 
 SHOWN, SWEPT = 10, 6
 """Strategies with a bottleneck in the answer, and those of the sweeps."""
@@ -76,23 +77,24 @@ def planned(
     config: PlanOptions, job: Job | None = None, cluster: Cluster | None = None, say: Say = lambda *_: None
 ) -> Ranking:
     """Rank the strategies that `config` asks for; `job` and `cluster` are objects in place of its names."""
+    deadline = Deadline(config.within)
     scene = scene_of(config, job, cluster, say)
-    within = config.within
-    found = search(scene, Deadline(SEARCH * within), lambda done, of, strategy: say(f"timing {strategy}", done, of))
+    found = search(scene, deadline.part(SEARCH), lambda done, of, strategy: say(f"timing {strategy}", done, of))
     if not found.rows:
-        raise UsageError(smallest_change(scene, found.refused))
+        raise UsageError(no_answer(scene, found, config.within))
     target, curves = config.goal, {}
     if target is not None:
         best = [row.strategy for row in _families(found.rows, config.learn, lambda row: tuple(_names(row, "sync")))]
         curves = learned(scene, best, target, config.steps, say)
         found.rows = _with_targets(found, curves)
+        deadline = Deadline((1 - SEARCH) * config.within)  # those runs have taken their own time
     shown = _families(found.rows, SHOWN, lambda row: row.strategy)
     say("timing the best without the network, and with equal workers", 0, None)
-    causes = bottlenecks(scene, shown, Deadline(EXPLAIN * within))
+    causes = bottlenecks(scene, shown, deadline.part(EXPLAIN))
     families = _families(found.rows, SWEPT, lambda row: (*_names(row, "sync"), *_names(row, "partition")))
     ordered = sorted((row.strategy for row in families), key=found.order.index)
     say("sweeping bandwidths, workers and batches", 0, None)
-    swept = sweeps(scene, ordered, Deadline(SWEEP * within))
+    swept = sweeps(scene, ordered, deadline.part(SWEEP))
     commands = {row.strategy: command_of(scene, config, row) for row in found.rows}
     winner = found.rows[0].strategy
     script = script_of(commands[winner], scene.job, named=job is None) if winner == PLAIN else None
@@ -101,8 +103,8 @@ def planned(
         on=config.on or "this machine",
         found=found,
         bottlenecks=causes,
-        why=[*why(found.rows, causes, len(found.left)), *unreached(curves, target), *crowded(scene)],
-        would_change=would_change(scene, found.rows, swept, Deadline(CHANGE * within)),
+        why=[*why(found, causes), *unreached(curves, target), *crowded(scene)],
+        would_change=would_change(scene, found.rows, swept, deadline.part(CHANGE)),
         sweeps=swept,
         curves=curves,
         commands=commands,

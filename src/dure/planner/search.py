@@ -1,137 +1,20 @@
-"""Search of a plan: candidates, timed side by side on the cores of this machine, within a number of seconds.
-
-Each core has a process, forked from this one, so that jobs need not be pickled. Figures of the model that a process
-measures return to this one, for later processes. With an accelerator all is timed in this process: what a fork inherits
-of an accelerator does not work.
-"""
+"""Search of a plan: candidates, timed in the order of their lower bounds, within a number of seconds."""
 
 from __future__ import annotations
 
 import math
-import multiprocessing
-import signal
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing.pool import Pool
-from typing import Any
 
-import torch
-
-from dure.core.processors import usable_processors
 from dure.errors import DureError
+from dure.planner.bound import least_seconds
 from dure.planner.candidates import PLAIN, Scene, crossed, on_servers, shape_of, single, wide
 from dure.planner.ranking import Ranked, in_order, ranked
-from dure.planner.timing import Timing, timed
+from dure.planner.side_by_side import Deadline, timings
+from dure.planner.timing import timed
 from dure.run.strategy import by_axis
-
-
-class Deadline:
-    """A time limit: it is over once `seconds` have passed on `clock`."""
-
-    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._end = clock() + seconds
-
-    @property
-    def over(self) -> bool:
-        """Whether the seconds have passed."""
-        return self._clock() > self._end
-
-    @property
-    def left(self) -> float | None:
-        """The seconds that are left, at least 0; None without an end."""
-        return None if math.isinf(self._end) else max(0.0, self._end - self._clock())
-
-
-NEVER = Deadline(math.inf)
-
-
-Wanted = tuple[int, str]
-"""The number of a scene, and a strategy."""
-
-MOST = 8
-"""Processes at most: each has a copy of the figures of the model."""
-
-
-def timings(
-    scenes: Sequence[Scene], wanted: Sequence[Wanted], deadline: Deadline
-) -> Iterator[tuple[Wanted, Timing | str | None]]:
-    """The timing of each of `wanted`, in order; the reason where a strategy does not work, None after the deadline.
-
-    At the deadline a timing under way ends, where processes can be forked.
-    """
-    processes = min(MOST, usable_processors(), len(wanted))
-    if processes < 2 or not _forks():
-        yield from ((each, _timed(scenes, each, deadline)) for each in wanted)
-        return
-    with _pool(processes, scenes, deadline) as pool:
-        under_way = [(each, pool.apply_async(_timed_here, (each,))) for each in wanted]
-        for each, result in under_way:
-            try:
-                found, figures = result.get(deadline.left)
-            except multiprocessing.TimeoutError:
-                yield each, None
-            else:
-                scenes[each[0]].model.replica.figures.update(figures)
-                yield each, found
-
-
-def _timed(scenes: Sequence[Scene], wanted: Wanted, deadline: Deadline) -> Timing | str | None:
-    if deadline.over:
-        return None
-    number, strategy = wanted
-    try:
-        return timed(scenes[number], strategy)
-    except DureError as error:
-        return str(error)
-
-
-def _forks() -> bool:
-    """Whether this process may be forked, and may have children."""
-    return (
-        "fork" in multiprocessing.get_all_start_methods()
-        and not multiprocessing.current_process().daemon
-        and not torch.accelerator.is_available()
-    )
-
-
-# ---- the processes
-
-_inherited: tuple[Sequence[Scene], Deadline] | None = None
-
-
-_ENDINGS = (signal.SIGINT, signal.SIGTERM)
-
-
-def _pool(processes: int, scenes: Sequence[Scene], deadline: Deadline) -> Pool:
-    """The processes. A new process inherits this one's signal handlers, so signals are blocked until `_begin`."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDINGS)
-    try:
-        return multiprocessing.get_context("fork").Pool(processes, _begin, (scenes, deadline))
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _begin(scenes: Sequence[Scene], deadline: Deadline) -> None:
-    """Begin a process: one thread, as threads do not survive a fork, and an interruption ends the parent first."""
-    global _inherited
-    _inherited = scenes, deadline
-    torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDINGS)
-
-
-def _timed_here(wanted: Wanted) -> tuple[Timing | str | None, dict[Any, Any]]:
-    """The timing, and the figures of the model that it has measured."""
-    assert _inherited is not None
-    scenes, deadline = _inherited
-    figures = scenes[wanted[0]].model.replica.figures
-    known = set(figures)
-    found = _timed(scenes, wanted, deadline)
-    return found, {key: figures[key] for key in figures.keys() - known}
-
+from dure.runtime.virtual.cluster import Cluster
 
 Notify = Callable[[int, int | None, str], None]
 """Receives the number of timed candidates, the number of all (None: not known yet) and the strategy that is timed."""
@@ -142,73 +25,108 @@ BEST = 2
 AXES = ("partition", "sync", "codec")
 
 
+SHARE = 0.25
+"""Share of the seconds that are left, after which a timing gives way to the others."""
+
+LEAST = 5.0
+"""Seconds of plain data parallelism at least, so that a short plan has an answer, too."""
+
+
 @dataclass(slots=True)
 class Found:
     """The result of a search: the timed strategies in the order of rank, the refused ones with the reason.
 
-    `order` has the candidates, the simplest first. `left` are those that were not timed, as the seconds were over.
+    `order` has the candidates, the simplest first. `left` are those that were not timed, as the seconds were over, with
+    the least seconds of a step.
     """
 
     rows: list[Ranked] = field(default_factory=list)
     order: list[str] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
-    left: list[str] = field(default_factory=list)
+    left: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def ranked(self) -> list[Ranked]:
+        """The timed strategies in the order of rank."""
+        return in_order(sorted(self.rows, key=lambda row: self.order.index(row.strategy)))
 
 
 def search(scene: Scene, deadline: Deadline, notify: Notify = lambda done, of, strategy: None) -> Found:
-    """Time the candidates of `scene` before the deadline; after it, only until one works.
+    """Time the candidates of `scene` before the deadline: plain data parallelism, then the others by lower bound.
 
-    Plain data parallelism is always timed.
+    Each has a share of the seconds that are left. Those that need more are timed last, with all that is left then.
     """
     found = Found()
     shape = shape_of(scene)
-    _time(scene, [PLAIN], NEVER, found, notify)
+    _prepare(scene)
+    first = Deadline(max(LEAST, SHARE * (math.inf if deadline.left is None else deadline.left)))
+    _step(scene, [PLAIN], first, 1.0, found, notify)
     steps: Sequence[Callable[[], Iterable[str]]] = (
         lambda: single(shape),
         lambda: on_servers(_servers_of(found, PLAIN), _servers_of(found, "downpour"), shape),
         lambda: crossed(*_best(found)),
-        lambda: () if found.rows else wide(shape),
+        lambda: () if found.rows or found.left else wide(shape),
     )
     for made in steps:
-        new = [each for each in dict.fromkeys(made()) if each not in found.order]
-        _time(scene, new, deadline, found, notify)
-    _until_one_works(scene, found, notify)
-    found.rows = in_order(found.rows)
+        _step(scene, made(), deadline, SHARE, found, notify)
+    _time(scene, list(found.left), deadline, 1.0, found, notify)
+    found.rows = found.ranked
     return found
 
 
-def _time(scene: Scene, strategies: Sequence[str], deadline: Deadline, found: Found, notify: Notify) -> None:
-    found.order += [each for each in strategies if each not in found.order]
-    wanted = [(0, each) for each in strategies]
-    for each in strategies[:1]:
-        notify(0, len(strategies), each)
-    for number, ((_, strategy), timing) in enumerate(timings([scene], wanted, deadline), start=1):
-        for each in strategies[number : number + 1]:
-            notify(number, len(strategies), each)
+def _prepare(scene: Scene) -> None:
+    """Import what timings import, and measure the model: the processes of timings inherit both."""
+    with suppress(DureError):
+        timed(scene.on(Cluster.uniform(2)), PLAIN)
+
+
+def _step(
+    scene: Scene, strategies: Iterable[str], deadline: Deadline, share: float, found: Found, notify: Notify
+) -> None:
+    """Time those of `strategies` that are new."""
+    new = [each for each in dict.fromkeys(strategies) if each not in found.order]
+    found.order += new
+    found.left |= {each: _bound(scene, each) for each in new}
+    _time(scene, new, deadline, share, found, notify)
+
+
+def _bound(scene: Scene, strategy: str) -> float:
+    try:
+        return least_seconds(scene, strategy)
+    except DureError:  # a strategy that does not work, as its timing will say
+        return 0.0
+
+
+def _time(
+    scene: Scene, strategies: Sequence[str], deadline: Deadline, share: float, found: Found, notify: Notify
+) -> None:
+    ordered = sorted(strategies, key=found.left.__getitem__)
+    wanted = [(0, each) for each in ordered]
+    for each in ordered[:1]:
+        notify(0, len(ordered), each)
+    for number, ((_, strategy), timing) in enumerate(timings([scene], wanted, deadline, share), start=1):
+        for each in ordered[number : number + 1]:
+            notify(number, len(ordered), each)
         if timing is None:
-            found.left.append(strategy)
-        elif isinstance(timing, str):
+            continue
+        del found.left[strategy]
+        if isinstance(timing, str):
             found.refused[strategy] = timing
         else:
             found.rows.append(ranked(strategy, timing, scene.batch))
 
 
-def _until_one_works(scene: Scene, found: Found, notify: Notify) -> None:
-    while found.left and not found.rows:
-        _time(scene, [found.left.pop(0)], NEVER, found, notify)
-
-
 def _servers_of(found: Found, method: str) -> str | None:
     """The layout of servers that is best for `method`."""
     starts = f"{method} ps"
-    best = next((row.strategy for row in in_order(found.rows) if row.strategy.startswith(starts)), None)
+    best = next((row.strategy for row in found.ranked if row.strategy.startswith(starts)), None)
     return None if best is None else best.removeprefix(f"{method} ")
 
 
 def _best(found: Found) -> tuple[list[str], list[str], list[str]]:
     """The best partitions, methods and codecs of step 1, which differ from plain data parallelism on one axis."""
     best: Mapping[str, list[str]] = {axis: [] for axis in AXES}
-    for row in in_order(found.rows):
+    for row in found.ranked:
         members = by_axis(row.strategy)
         axis = next((each for each in AXES if members.get(each, PLAIN) != PLAIN), None)
         if axis is not None and len(best[axis]) < BEST:

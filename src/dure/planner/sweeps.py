@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from dure.planner.candidates import Scene
 from dure.planner.ranking import Ranked, in_order, ranked
-from dure.planner.search import Deadline, timings
+from dure.planner.side_by_side import Deadline, timings
 from dure.planner.timing import Timing
 from dure.runtime.virtual.cluster import Cluster, InsideLink, Link
 from dure.runtime.virtual.compute import Compute, Constant, LogNormal, Trace

@@ -103,7 +103,7 @@ def render_plan(plan: Mapping[str, Any]) -> str:
         timed=str((plan.get("timeline") or {}).get("strategy") or ""),
         hidden=max(0, len(_workers(plan)) - _MOST_WORKERS),
         refused=plan.get("refused") or [],
-        left=plan.get("left") or [],
+        left=[each | {"least": seconds_text(each["least_seconds"])} for each in plan.get("left") or ()],
         style=Markup(resource("page.css") + resource("plan.css")),  # noqa: S704  (our own files)
         script=Markup(script),  # noqa: S704  (our own file)
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),

@@ -1,0 +1,100 @@
+"""A lower bound on the seconds of a step, known without a timing: from computation, and bytes over the slowest link.
+
+    whole models, in step      max over workers of the seconds of a mini-batch
+    otherwise                  samples of a step / sum of the workers' speeds
+    all-reduce of M bytes      2 (h - 1) / h M over the slowest card of the h machines that have the same part
+    servers, s shards          updates of a step * M / s over the card of a server, M over the card of a worker
+
+M is the model, or the parts of it that a machine has, divided by the steps between two exchanges. Bytes that depend on
+values, and those between the parts of a model, count as none. A search times candidates in the order of this bound.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dure.codec.coder import SliceLayout
+from dure.codec.cost import is_fixed
+from dure.codec.fp32 import Float32
+from dure.partition.mesh import parts_of
+from dure.partition.whole import Whole
+from dure.planner.timing import config_of
+from dure.run.strategy import Strategy
+from dure.sync.base import server_rule_of, traits_of
+from dure.topology.collective.choice import Collective
+from dure.topology.parameter_server.choice import ParameterServer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from dure.planner.candidates import Scene
+    from dure.runtime.virtual.cluster import Cluster
+    from dure.runtime.virtual.compute import Compute
+
+
+def least_seconds(scene: Scene, strategy: str) -> float:
+    """The seconds that a step of all workers of `scene` takes at least under `strategy`."""
+    chosen = Strategy.parse(strategy)
+    return max(_computing(scene, strategy, chosen), _communicating(scene, chosen))
+
+
+def _computing(scene: Scene, strategy: str, chosen: Strategy) -> float:
+    flops, paces = scene.job.flops_per_sample, list(_paces(scene.cluster))
+    if isinstance(chosen.partition, Whole) and traits_of(chosen.sync).lockstep and not _quorum(scene, chosen):
+        size = config_of(scene, strategy).batch_size or 1
+        return max(compute.mean(size * flops) / speed for compute, speed, _ in paces)
+    rates = [count * speed / (compute.mean(flops) - compute.mean(0.0)) for compute, speed, count in paces]
+    return scene.batch / sum(rates)
+
+
+def _paces(cluster: Cluster) -> Iterator[tuple[Compute, float, int]]:
+    """The durations and speeds of workers, and how many have them."""
+    first = 0
+    for kind in cluster.machines:
+        workers = kind.count * kind.workers
+        if isinstance(kind.speed, float):
+            yield kind.compute, kind.speed, workers
+        else:
+            yield from ((kind.compute, cluster.durations(first + each, 0).speed, 1) for each in range(workers))
+        first += workers
+
+
+def _communicating(scene: Scene, chosen: Strategy) -> float:
+    """The seconds of the card with the most bytes for its speed."""
+    cluster, sync, topology = scene.cluster, chosen.sync, chosen.topology
+    if cluster.host is not None:
+        return 0.0
+    machines = sum(kind.count for kind in cluster.machines)
+    card = min((kind.link or cluster.link).bandwidth for kind in cluster.machines)
+    nbytes = _message(scene, chosen) / getattr(sync, "period", getattr(sync, "n_push", 1))
+    # Small messages wait for no others, so a card has no speed for them.
+    if isinstance(topology, Collective):
+        share = min(1.0, max(kind.workers for kind in cluster.machines) / parts_of(chosen.partition))
+        alike = max(1.0, machines * share)
+        if _message(scene, chosen) / scene.workers <= cluster.small:  # a part's piece for each copy
+            return 0.0
+        return 2 * (1 - 1 / alike) * share * nbytes / card
+    if not isinstance(topology, ParameterServer) or not isinstance(chosen.partition, Whole):
+        return 0.0
+    if _message(scene, chosen) / topology.shards <= cluster.small:
+        return 0.0
+    updates = _quorum(scene, chosen) or scene.workers
+    if topology.colocated:
+        return updates * (1 - 1 / machines) * nbytes / topology.shards / card
+    server = (cluster.servers.link or cluster.link).bandwidth
+    return max(updates / topology.shards / server, updates / scene.workers / card) * nbytes
+
+
+def _quorum(scene: Scene, chosen: Strategy) -> int:
+    """The updates of a step, where those of all workers are not needed; else 0."""
+    quorum = server_rule_of(chosen.sync).quorum if isinstance(chosen.topology, ParameterServer) else None
+    return 0 if quorum is None else quorum(scene.workers)
+
+
+def _message(scene: Scene, chosen: Strategy) -> float:
+    """The bytes of an update of the whole model; 0 where they depend on its values."""
+    replica = scene.model.replica
+    if isinstance(chosen.codec, Float32):
+        return replica.params.nbytes
+    coder = chosen.codec.coder(SliceLayout.plain(replica.numel))
+    return coder.most_bytes if is_fixed(coder) else 0.0
