@@ -45,6 +45,7 @@ LONG = (
     "accumulate",
     "adversaries",
     "beside_ddp",
+    "bytes_sent",
     "channels_last",
     "constants",
     "groups",
@@ -686,6 +687,22 @@ def case_gossip_evaluates():
             again = flat(module) if RANK == 0 else inside[0]
     torch.distributed.destroy_process_group()
     return {"inside": inside, "again": again, "end": [flat(module), module[1].running_mean.tolist()]}
+
+
+def case_bytes_sent():
+    """The bytes that each of four steps sends."""
+    found = {}
+    for strategy, codec in (("bsp", None), (RING, None), ("bsp", "int8"), ("bsp ps", None)):
+        module, seen = model(), []
+        with attach(module, torch.optim.SGD(module.parameters(), lr=0.1), strategy, codec=codec) as replica:
+            for batch in mine(4):
+                before = replica.bytes_sent
+                loss_of(module, batch).backward()
+                replica.step()
+                seen.append(replica.bytes_sent - before)
+        assert replica.bytes_sent >= sum(seen)
+        found[f"{strategy} {codec}"] = seen
+    return found
 
 
 def case_loads_alone():

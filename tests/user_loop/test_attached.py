@@ -404,6 +404,17 @@ def test_evaluation_in_gossip_is_the_weighted_mean_that_close_delivers(ranks):
 
 
 @pytest.mark.long
+def test_bytes_sent_are_those_of_the_gradient_and_what_controls_it(ranks):
+    """Of two ranks, each sends the gradient once: half in the sum, and half of the sum, or all of it to a server."""
+    whole = 4 * len(attached.flat(attached.model()))
+    for rank in ranks:
+        sent = rank["bytes_sent"]
+        for way in ("bsp None", f"{attached.RING} None", "bsp ps None"):
+            assert all(whole <= step < 1.1 * whole for step in sent[way]), (way, sent[way], whole)
+        assert all(0.25 * whole <= step < 0.4 * whole for step in sent["bsp int8"]), (sent["bsp int8"], whole)
+
+
+@pytest.mark.long
 def test_a_rank_that_loads_a_state_alone_is_told(ranks):
     for rank in ranks:
         kind, text, _ = rank["loads_alone"]

@@ -126,6 +126,15 @@ class Attached:
         return self._worker.clock
 
     @property
+    def bytes_sent(self) -> int:
+        """Bytes of tensors that this rank has sent to other ranks and to servers, counted as in the report of a run.
+
+        PyTorch reports none of its collectives: they count with what a ring sends.
+        """
+        traffic = self._node.wire.traffic.values()
+        return self._ties.bytes_sent + sum(each.payload_nbytes_sent for each in traffic)
+
+    @property
     def optimizer(self) -> torch.optim.Optimizer:
         """The user's optimizer: its `param_groups` decide the rates, so schedulers and gradient scalers work on it."""
         return self._optimizer.optimizer

@@ -127,6 +127,11 @@ class LoopCollectives:
         share = worker.share
         source.exchange = Exchange(self._node, group, replica, share, failed, source.name, self._missing)
 
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank has sent in collectives of PyTorch, by the count of a ring."""
+        return int(getattr(self._engine.group, "bytes_sent", 0))
+
     def processes(self) -> Mapping[str, int]:
         """An empty table: there are no servers."""
         return {}
