@@ -1061,6 +1061,23 @@ def test_a_state_with_a_missing_part_is_refused(part):
         replica.load_state_dict(state)
 
 
+def test_a_state_without_the_gradients_that_add_up_is_refused():
+    module, _, replica = attached_alone()
+    batch = next(attached.batches(1))
+    for discard in (replica.step, replica.skip, replica.zero_grad, module.zero_grad):
+        with replica.accumulate():
+            attached.loss_of(module, batch).backward()
+        with raising(UsageError):
+            replica.state_dict()
+        with replica.evaluation(), raising(UsageError):
+            replica.state_dict()
+        discard()
+        assert replica.state_dict()["clock"] == replica.clock
+    attached.loss_of(module, batch).backward()  # as the loss of another model may
+    assert replica.state_dict()["clock"] == 2
+    replica.close()
+
+
 def test_the_state_of_a_model_of_the_same_size_is_refused():
     _, _, replica = attached_alone(sync="averaging:period=2")
     state = replica.state_dict()

@@ -89,6 +89,7 @@ class Attached:
         alike = not worker.over_servers and traits_of(strategy.sync).delivers == "replica"
         self._shares_buffers = buffers == "rank0" and worker.buffers is not None and alike
         self._aside: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._gathers = False  # a backward inside accumulate() belongs to the next step
         self.routed_optimizer = RoutedOptimizer(optimizer.optimizer, self._step, self.zero_grad)
         """An optimizer whose `step()` is `step` of this object, for a trainer that steps by itself. Schedulers keep the
         user's optimizer. A gradient scaler may step it: `scaler.step(routed_optimizer)`."""
@@ -211,6 +212,7 @@ class Attached:
 
     def zero_grad(self) -> None:
         """Discard what `backward()` has left since the last step; the gradients keep their memory."""
+        self._gathers = False
         self._replica.zero_grad()
         self._optimizer.missing.reset()
 
@@ -231,6 +233,7 @@ class Attached:
             yield
         finally:
             self._lifetime.inside = ""
+            self._gathers = True
             self._source.release()
 
     @contextmanager
@@ -285,10 +288,16 @@ class Attached:
         in it, each rank its own. Under `bsp` all ranks have one model and one optimizer, and it has the clock alone. It
         holds tensors and plain values: `torch.save` writes it, and `torch.load` reads it with `weights_only=True`.
 
-        Raises `UsageError` where `keeps_state` is False: servers have the state, or averagings are under way.
+        Raises `UsageError` where `keeps_state` is False: servers have the state, or averagings are under way. So it does
+        between `accumulate()` and `step()`.
         """
         if self._lifetime.inside != "evaluation":
             self._may("state_dict")
+        if self._gathers and not self._replica.is_emptied():
+            raise UsageError(
+                "state_dict() was called between accumulate() and step(), and the gradients that add up there are in no "
+                "state: a training that goes on from it would lose them. Save after replica.step()."
+            )
         present = self._aside or (self._replica.params, self._replica.buffers_flat())
         return saved.state_dict(self.strategy, self._worker, self._replica, self.optimizer, present)
 
@@ -382,6 +391,7 @@ class Attached:
         self._model_check.note()
         self._optimizer.end_step()
         self._replica.zero_grad()
+        self._gathers = False
 
     def _finish(self) -> None:
         """Throw `EndOfWork` into the method. At its end, load the model that it delivers."""
