@@ -288,15 +288,16 @@ class Attached:
         in it, each rank its own. Under `bsp` all ranks have one model and one optimizer, and it has the clock alone. It
         holds tensors and plain values: `torch.save` writes it, and `torch.load` reads it with `weights_only=True`.
 
-        Raises `UsageError` where `keeps_state` is False: servers have the state, or averagings are under way. So it does
+        Raises `UsageError` where `keeps_state` is False: servers have the state, or averagings are under way; and
         between `accumulate()` and `step()`.
         """
         if self._lifetime.inside != "evaluation":
             self._may("state_dict")
-        if self._gathers and not self._replica.is_emptied():
+        self._gathers = self._gathers and not self._replica.is_emptied()
+        if self._gathers:
             raise UsageError(
-                "state_dict() was called between accumulate() and step(), and the gradients that add up there are in no "
-                "state: a training that goes on from it would lose them. Save after replica.step()."
+                "state_dict() was called between accumulate() and step(), and the gradients that add up there are in "
+                "no state: a training that goes on from it would lose them. Save after replica.step()."
             )
         present = self._aside or (self._replica.params, self._replica.buffers_flat())
         return saved.state_dict(self.strategy, self._worker, self._replica, self.optimizer, present)

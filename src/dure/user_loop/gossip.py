@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 class LoopGossip:
     """Ties over gossip. Raises `StrategyError` for a graph that does not fit the ranks.
 
-    `overflowed` is never set: each rank skips its own overflows. `bytes_sent` is 0: all bytes go over the wire. `undone_at`: each step replaces the module's model.
+    `overflowed` is never set: each rank skips its own overflows. `bytes_sent` is 0: all bytes go over the wire.
+    `undone_at`: each step replaces the module's model.
     """
 
     overflowed = False
