@@ -22,7 +22,7 @@ class PostLocal:
     switch: int = 50
     period: int = 8
 
-    traits: ClassVar[dure.Traits] = dure.Traits(needs=("group",), lockstep=True, delivers="mean")
+    traits: ClassVar[dure.Traits] = dure.Traits(needs=("group",), lockstep=True, delivers="mean", keeps={})
 
     async def work(self, worker):
         try:

@@ -96,6 +96,20 @@ def test_two_stages_fit_where_the_whole_model_does_not():
     assert run.summary["steps"] == 1
 
 
+def test_what_a_method_keeps_counts_beside_two_copies_of_the_model():
+    """BMUF keeps W, the start of the block and Delta at each worker."""
+    memory, options = 13 * P, {"timing_only": True, "steps": 2, "batch_size": 1}
+    virtual(dense(), "bsp collective", machines(memory, 2), **options)
+    with pytest.raises(UsageError) as caught:
+        virtual(dense(), "bmuf:period=2 collective", machines(memory, 2), **options)
+    assert f"gradient {6 * P:,}, activations {6 * ROW:,}, method {18 * P:,}), and machine 0" in str(caught.value)
+    assert "bmuf:period=2 keeps model, start, delta at each worker." in str(caught.value)
+    virtual(dense(), "bmuf:period=2 collective", machines(31 * P, 2), **options)
+    ranked = dure.plan(dense(), on=machines(memory, 2), batch_size=1, within=3)
+    assert "bmuf:period=16" in ranked.found.refused
+    assert "bsp" in [row.strategy for row in ranked.found.rows]
+
+
 def test_each_machine_is_held_against_its_own_worker():
     """Stage 0 of PipeDream keeps a version more, so the smaller machine must be that of stage 1."""
     small, large = Machines(memory=11 * P), Machines(memory=13 * P)

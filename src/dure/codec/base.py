@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, Protocol
 
 from dure.core.cost import CodecCost
 
@@ -14,6 +14,17 @@ if TYPE_CHECKING:
     from dure.codec.coder import Coder, SliceLayout
 
 Exchange = Literal["reduce_scatter", "all_gather"]
+
+
+class CodecMemory(NamedTuple):
+    """The vectors that coders keep from message to message, in lengths of their slices.
+
+    `sender`: those of a worker that encodes. `combiner`: those of a member that combines the messages of all for its
+    slice, and of a server that votes.
+    """
+
+    sender: float
+    combiner: float
 
 
 class Vote(Protocol):
@@ -46,6 +57,10 @@ class Codec(ABC):
     @abstractmethod
     def coder(self, layout: SliceLayout, seed: int = 0) -> Coder:
         """A new coder for one slice. `seed` starts the random numbers that the coder draws."""
+
+    def keeps(self, senders: int) -> CodecMemory:
+        """The vectors that its coders and its vote keep for so many `senders`: if not declared, as an error memory."""
+        return CodecMemory(1, 1)
 
     def vote(self) -> Vote | None:
         """A new vote, for a codec whose messages are voted on; None for a codec whose messages are averaged."""

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from dure.codec.base import Codec, Exchange, Vote
+from dure.codec.base import Codec, CodecMemory, Exchange, Vote
 from dure.codec.coder import Coder, FeedbackCoder, MomentumCoder, SliceLayout
 from dure.core.catalogue import parameter
 from dure.core.cost import CodecCost
@@ -55,6 +55,9 @@ class ErrorFeedback(Codec):
     def coder(self, layout: SliceLayout, seed: int = 0) -> Coder:
         return FeedbackCoder(self.codec.coder(layout, seed))
 
+    def keeps(self, senders: int) -> CodecMemory:
+        return CodecMemory(1, 1)
+
 
 @dataclass(frozen=True, slots=True)
 class Momentum(Codec):
@@ -89,6 +92,9 @@ class Momentum(Codec):
 
     def coder(self, layout: SliceLayout, seed: int = 0) -> MomentumCoder:
         return MomentumCoder(self.codec.coder(layout, seed), self.beta)
+
+    def keeps(self, senders: int) -> CodecMemory:
+        return CodecMemory(1, self.codec.keeps(senders).combiner)  # a combined result gets no momentum
 
 
 def _require_object(codec: object, name: str) -> None:

@@ -15,7 +15,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from dure.codec.base import Codec
+from dure.codec.base import Codec, CodecMemory
 from dure.codec.blocks import blocks, empty, is_finite, require_finite, require_in_float32, scratch, viewed
 from dure.codec.coder import CastCoder, DenseCoder, SliceLayout
 from dure.core.cost import CodecCost
@@ -36,6 +36,9 @@ class Float16(Codec):
     def coder(self, layout: SliceLayout, seed: int = 0) -> CastCoder:
         return CastCoder(layout.numel, torch.float16)
 
+    def keeps(self, senders: int) -> CodecMemory:
+        return CodecMemory(0, 0)
+
 
 @dataclass(frozen=True, slots=True)
 class BFloat16(Codec):
@@ -47,6 +50,9 @@ class BFloat16(Codec):
     def coder(self, layout: SliceLayout, seed: int = 0) -> CastCoder:
         return CastCoder(layout.numel, torch.bfloat16)
 
+    def keeps(self, senders: int) -> CodecMemory:
+        return CodecMemory(0, 0)
+
 
 @dataclass(frozen=True, slots=True)
 class Int8(Codec):
@@ -57,6 +63,9 @@ class Int8(Codec):
 
     def coder(self, layout: SliceLayout, seed: int = 0) -> _Int8Coder:
         return _Int8Coder(layout.numel)
+
+    def keeps(self, senders: int) -> CodecMemory:
+        return CodecMemory(0, 0)
 
 
 class _Int8Coder(DenseCoder):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from dure.codec.base import Codec
+from dure.codec.base import Codec, CodecMemory
 
 if TYPE_CHECKING:
     from dure.codec.coder import Coder, SliceLayout
@@ -23,3 +23,6 @@ class Float32(Codec):
         from dure.codec.coder import CastCoder
 
         return CastCoder(layout.numel, torch.float32)
+
+    def keeps(self, senders: int) -> CodecMemory:
+        return CodecMemory(0, 0)

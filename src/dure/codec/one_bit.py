@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from dure.codec import bits
-from dure.codec.base import Codec
+from dure.codec.base import Codec, CodecMemory
 from dure.codec.blocks import BLOCK, all_finite, empty, require_finite, require_in_float32, viewed
 from dure.codec.coder import Coder, DenseCoder, FeedbackCoder, SliceLayout
 from dure.core.catalogue import parameter
@@ -40,6 +40,9 @@ class OneBit(Codec):
     def coder(self, layout: SliceLayout, seed: int = 0) -> Coder:
         inner = _TwoMeansCoder(layout)
         return FeedbackCoder(inner) if self.feedback else inner
+
+    def keeps(self, senders: int) -> CodecMemory:
+        return CodecMemory(self.feedback, self.feedback)
 
 
 class _Piece(NamedTuple):

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 from dure.codec import bits
-from dure.codec.base import Codec, Vote
+from dure.codec.base import Codec, CodecMemory, Vote
 from dure.codec.blocks import require_finite, require_in_float32, to_device, viewed
 from dure.codec.coder import Coder, DenseCoder, SliceLayout
 from dure.codec.ternary import Ternary
@@ -62,6 +62,9 @@ class Sign(Codec):
 
     def coder(self, layout: SliceLayout, seed: int = 0) -> _SignCoder:
         return _SignCoder(layout.numel, scaled=self.scaled, seed=seed if self.zeros == "random" else None)
+
+    def keeps(self, senders: int) -> CodecMemory:
+        return CodecMemory(0, 0)
 
     def vote(self) -> Vote | None:
         return None if self.scaled else Majority()
@@ -184,6 +187,10 @@ class ITSign(Codec):
     def coder(self, layout: SliceLayout, seed: int = 0) -> Coder:
         codec = Ternary() if self.zeros == "abstain" else Sign(zeros=self.zeros)
         return codec.coder(layout, seed)
+
+    def keeps(self, senders: int) -> CodecMemory:
+        # The last decision, a byte for each element; or two counts for each sender and coordinate.
+        return CodecMemory(0, 0.25 if self.granularity == "worker" else 2 * senders)
 
     def vote(self) -> Vote:
         return LogLikelihood(self.granularity, start=self.start, least=self.least, forget=self.forget)

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from dure.codec import bits, gaps
-from dure.codec.base import Codec, Exchange
+from dure.codec.base import Codec, CodecMemory, Exchange
 from dure.codec.blocks import BLOCK, blocks, to_device, to_host
 from dure.codec.coder import Coder, FeedbackCoder, SliceLayout
 from dure.core.catalogue import parameter
@@ -57,6 +57,9 @@ class Strom(Codec):
 
     def coder(self, layout: SliceLayout, seed: int = 0) -> FeedbackCoder:
         return FeedbackCoder(_ThresholdCoder(layout.numel, self.threshold, self.coding))
+
+    def keeps(self, senders: int) -> CodecMemory:
+        return CodecMemory(1, 1)
 
 
 class _ThresholdCoder(Coder):

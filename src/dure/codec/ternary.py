@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from dure.codec import bits
-from dure.codec.base import Codec, Vote
+from dure.codec.base import Codec, CodecMemory, Vote
 from dure.codec.blocks import to_device, to_host
 from dure.codec.coder import Coder, DenseCoder, SliceLayout
 from dure.codec.vote import Majority
@@ -41,6 +41,9 @@ class Ternary(Codec):
 
     def coder(self, layout: SliceLayout, seed: int = 0) -> Coder:
         return (_EntropyCoder if self.coding == "entropy" else _PlanesCoder)(layout.numel)
+
+    def keeps(self, senders: int) -> CodecMemory:
+        return CodecMemory(0, 0)
 
     def vote(self) -> Vote:
         return Majority()

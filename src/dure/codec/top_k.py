@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from dure.codec import gaps
-from dure.codec.base import Codec, Exchange
+from dure.codec.base import Codec, CodecMemory, Exchange
 from dure.codec.blocks import require_in_float32, to_device, to_host
 from dure.codec.coder import Coder, FeedbackCoder, SliceLayout
 from dure.core.catalogue import parameter
@@ -48,6 +48,9 @@ class TopK(Codec):
     def coder(self, layout: SliceLayout, seed: int = 0) -> Coder:
         inner = _LargestCoder(layout.numel, min(layout.numel, max(1, math.ceil(self.share * layout.numel))))
         return FeedbackCoder(inner) if self.feedback else inner
+
+    def keeps(self, senders: int) -> CodecMemory:
+        return CodecMemory(self.feedback, self.feedback)
 
 
 class _LargestCoder(Coder):

@@ -151,6 +151,11 @@ def restrict(segments: Sequence[GroupRange], ranges: Sequence[tuple[int, int]]) 
     return found
 
 
+def vectors_of(spec: OptimizerSpec) -> int:
+    """The vectors that the rule keeps, each as long as the parameters."""
+    return len(_rule(spec).keeps)
+
+
 class FlatOptimizer:
     """An update rule for a flat vector of `numel` elements, and its state.
 

@@ -6,6 +6,10 @@
     optimizer     | P for each vector of the rule's state
     versions      | P for each older version of the weights that is kept at once
     activations   | the most that autograd keeps at once for backwards to come
+    method        | P for each vector that the method keeps (`Traits.keeps`)
+    codec         | P for each vector that its coders keep, and a share of it for the stripe that a worker combines
+    topology      | P for each vector that the topology keeps at a worker, such as room for a pull
+    server        | the slices of servers beside the worker, times the vectors that a server keeps
 
 Temporary memory of computations and messages is not counted, so a process needs more.
 """
@@ -39,6 +43,10 @@ class MemoryUse(NamedTuple):
     optimizer: int
     versions: int
     activations: int
+    method: int = 0
+    codec: int = 0
+    topology: int = 0
+    server: int = 0
 
     @property
     def total(self) -> int:

@@ -25,12 +25,12 @@ from dure.core.deployment import SERVER, WORKER
 from dure.partition.memory import MemoryUse
 from dure.partition.mesh import parts_of, pipeline_of
 from dure.run.config import TrainConfig
+from dure.run.memory import of_workers
 from dure.run.outcome import Outcome, Totals
 from dure.run.prebuilt import Callbacks, Prebuilt
 from dure.run.resolve import resolve
 from dure.run.strategy import Strategy
 from dure.run.virtual import VirtualRun
-from dure.run.workers import memory_use
 from dure.runtime.virtual.compute import Constant, LogNormal
 from dure.sync.base import Periodic, traits_of
 from dure.topology.collective.choice import Collective
@@ -241,7 +241,7 @@ def config_of(scene: Scene, strategy: str) -> TrainConfig:
 
 def largest_memory(setup: Setup) -> MemoryUse:
     """The memory of the worker that needs most."""
-    return max((memory_use(setup, part) for part in range(setup.parts)), key=lambda use: use.total)
+    return max((use for _, use in of_workers(setup, range(setup.workers))), key=lambda use: use.total)
 
 
 def server_machines(setup: Setup, cluster: Cluster) -> int:

@@ -38,10 +38,11 @@ from dure.run.checkpoint import Parts
 from dure.run.checkpoint_schedule import CHECKPOINTS
 from dure.run.leases import LeasedBatches
 from dure.run.membership import Membership
+from dure.run.memory import check_process_memory
 from dure.run.outcome import figures_of
 from dure.run.servers import build_server
 from dure.run.snapshots import DRIVER_ADDRESS, Snapshots
-from dure.run.workers import build_worker, check_process_memory, restore_worker, work_through
+from dure.run.workers import build_worker, restore_worker, work_through
 from dure.runtime.launch.engine_store import connected, lead_engine, one_family, without_watchdog
 from dure.runtime.launch.preemption import RANK, watching
 from dure.runtime.memory import memory_limit

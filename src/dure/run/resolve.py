@@ -29,11 +29,11 @@ from dure.partition.schedule import Orders, check
 from dure.partition.shared_layers import SharedLayers
 from dure.run.config import TrainConfig, WorkerRange
 from dure.run.devices import AUTO, CPU, check_use, devices_of, first_of
+from dure.run.memory import check_worker_memory
 from dure.run.places import is_started_outside, takes_address
 from dure.run.prebuilt import Prebuilt
 from dure.run.setup import Setup, check_rates
 from dure.run.strategy import Strategy, check_codec_name, member_text
-from dure.run.workers import check_worker_memory
 from dure.runtime.launch.rendezvous import RankEnvironment, place
 from dure.runtime.virtual.cluster import Cluster
 from dure.sync.base import OfEpochs, server_rule_of, traits_of

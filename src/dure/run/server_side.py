@@ -55,6 +55,11 @@ class ServerSide:
         policy = self.policy
         return policy is not None and policy.ordered
 
+    @property
+    def group(self) -> int:
+        """The updates of a group."""
+        return server_rule_of(self.sync).averaged(self.workers)
+
     @cached_property
     def own_rule(self) -> bool:
         """Whether servers step by no rate of the job, as those of BMUF and EASGD."""

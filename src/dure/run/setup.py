@@ -228,6 +228,8 @@ class Setup:
         config, traits, side = self.config, self.traits, ServerSide(self.sync, self.workers, 0)
         needs = MethodNeeds(
             ordered=side.ordered,
+            group=side.group,
+            stale=traits.stale_gradients,
             coordinated=traits.coordinated,
             delivers=traits.delivers,
             vectors=traits.vectors,

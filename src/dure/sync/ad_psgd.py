@@ -48,6 +48,7 @@ class ADPSGD:
         ),
         delivers="mean",
         staged=True,
+        keeps={},
     )
 
     async def work(self, worker: Worker) -> None:

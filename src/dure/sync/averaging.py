@@ -118,6 +118,7 @@ class Averaging:
         delivers="mean",
         staged=True,
         regroups=True,
+        keeps={},
     )
 
     def __post_init__(self) -> None:
@@ -167,7 +168,9 @@ class Averaging:
             loop=schedule.loop or weights.loop or pace.loop or self._no_loop,
         )
         messages = Messages(over=chosen.weights.encodes, changes=True)
-        return replace(self.traits, reasons=reasons, messages=messages, lockstep=chosen.pace.lockstep)
+        start, fisher = () if chosen.pace.lockstep else ("start",), ("fisher",) if self.weights == "fisher" else ()
+        keeps = {"group": (*start, *fisher), "servers": start, "codec": () if start else ("start",)}
+        return replace(self.traits, reasons=reasons, messages=messages, lockstep=chosen.pace.lockstep, keeps=keeps)
 
     @property
     def _no_loop(self) -> str:
@@ -209,6 +212,7 @@ class OneShot:
         delivers="mean",
         alone=True,
         staged=True,
+        keeps={},
     )
 
     def server_rule(self, optimizer: OptimizerSpec) -> ServerRule:

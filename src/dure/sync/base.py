@@ -52,6 +52,10 @@ class Messages:
     votes: bool = False
 
 
+UNDECLARED = 3
+"""The vectors that a method without a declaration counts as keeping at a worker: as many as BMUF."""
+
+
 @dataclass(frozen=True, slots=True)
 class Traits:
     """The properties of a method that strategies, topologies and runs depend on.
@@ -73,7 +77,10 @@ class Traits:
       fails. Another that joins gets the whole state of one of them, its own samples apart.
     - `stale_gradients`: servers apply gradients of older versions, so corrections may be joined.
     - `sparse`: the method takes sparse gradients, flat and coalesced.
-    - `vectors`: names of the vectors beside the model in shared memory.
+    - `keeps`: names of the vectors of the model's length that a worker keeps beside its parameters and the state of its
+      optimizer (`Worker.keep`), by the need that the topology meets; "codec": those beside them where a codec encodes.
+      None: not declared, which counts as `UNDECLARED` vectors.
+    - `vectors`: names of the vectors beside the model in shared memory, or at each server of a coordinator.
     - `fewest`: the least number of workers.
     - `sampling`: replaces the job's split of the data. `chooses_samples`: workers compute gradients of samples that the
       method chooses.
@@ -91,6 +98,7 @@ class Traits:
     regroups: bool = False
     stale_gradients: bool = False
     sparse: bool = False
+    keeps: Mapping[str, tuple[str, ...]] | None = None
     vectors: tuple[str, ...] = ()
     fewest: int = 1
     sampling: Any = None
@@ -115,6 +123,13 @@ class Traits:
         Several workers may hold a copy of the model and evaluate a portion together, if each parameter has one holder.
         """
         return "coordinator" in self.needs
+
+    def kept_over(self, offers: Collection[str], *, encoded: bool) -> tuple[str, ...]:
+        """The names of the vectors that a worker keeps over a topology with these offers; `encoded`: with a codec."""
+        if self.keeps is None:
+            return tuple(f"undeclared {number}" for number in range(1, UNDECLARED + 1))
+        need = next((need for need in self.needs if need in offers), "")
+        return self.keeps.get(need, ()) + (self.keeps.get("codec", ()) if encoded else ())
 
     def objection(self, offers: Collection[str]) -> str:
         """The reason against a topology with these offers, which has a need of the method; empty if it suits."""

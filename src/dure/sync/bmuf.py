@@ -87,6 +87,7 @@ class BMUF:
         agreed="model",
         staged=True,
         regroups=True,
+        keeps={"group": ("model", "start", "delta"), "servers": ("model", "start")},
     )
 
     def __post_init__(self) -> None:
@@ -115,7 +116,9 @@ class BMUF:
             codec="a codec keeps the rest of a whole block's change; with overlap or fragments parts of it travel",
             stages="fragments cut the vector of the whole model" if self.fragments > 1 else "",
         )
-        return replace(self.traits, reasons=reasons, messages=Messages(changes=True), agreed=None, regroups=False)
+        keeps = {"group": ("model", "start", "delta", *(["sent"] if self.overlap else ()))}
+        messages = Messages(changes=True)
+        return replace(self.traits, reasons=reasons, messages=messages, agreed=None, regroups=False, keeps=keeps)
 
     def server_rule(self, optimizer: OptimizerSpec) -> ServerRule:
         return ServerRule(OptimizerSpec("sgd", lr=self.zeta, momentum=self.momentum), Barrier())

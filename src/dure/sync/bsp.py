@@ -42,6 +42,7 @@ class BSP:
         delivers="replica",
         staged=True,
         regroups=True,
+        keeps={},
     )
 
     def server_rule(self, optimizer: OptimizerSpec) -> ServerRule:

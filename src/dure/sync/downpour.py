@@ -85,6 +85,7 @@ class Downpour:
         ),
         messages=Messages(over=("servers",)),
         stale_gradients=True,
+        keeps={},
         staged=True,
     )
 
@@ -107,7 +108,8 @@ class Downpour:
         """The traits under these parameters."""
         alone = "warm_start begins with one worker, and each stage would choose its own" if self.warm_start else ""
         rates = "a rate of its own at the workers, local_lr" if self.local_lr else ""
-        return replace(self.traits, reasons=replace(self.traits.reasons, stages=alone, rates=rates))
+        keeps = {"servers": ("accrued",)} if self.n_push > 1 else {}
+        return replace(self.traits, reasons=replace(self.traits.reasons, stages=alone, rates=rates), keeps=keeps)
 
     def server_rule(self, optimizer: OptimizerSpec) -> ServerRule:
         if self.server == "sgd":

@@ -29,7 +29,7 @@ update that is sent twice counts once. Over collectives all workers wait, and a 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from dure.core.catalogue import parameter
@@ -63,7 +63,9 @@ class _Elastic:
         symbol="α",
     )
 
-    traits: ClassVar[Traits] = Traits(needs=("servers", "group"), delivers=CENTER, staged=True)
+    traits: ClassVar[Traits] = Traits(
+        needs=("servers", "group"), delivers=CENTER, staged=True, keeps={"group": (CENTER,)}
+    )
 
     def __post_init__(self) -> None:
         if self.period < 1:
@@ -120,6 +122,8 @@ class EAMSGD(_Elastic):
     """Elastic averaging with Nesterov momentum at the workers, and none at the center."""
 
     momentum: float = parameter(0.9, "Nesterov momentum of the workers' own steps", range=">= 0, < 1", symbol="δ")
+
+    traits: ClassVar[Traits] = replace(_Elastic.traits, keeps={"group": (CENTER, "velocity"), "servers": ("velocity",)})
 
     def __post_init__(self) -> None:
         _Elastic.__post_init__(self)

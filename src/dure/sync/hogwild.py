@@ -29,7 +29,7 @@ or in part, and no lock stays held. HogBatch workers write at different steps: t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
@@ -62,6 +62,7 @@ class Hogwild:
             topology="its workers write to one model, in the memory of one machine",
             stages="its workers share the memory of one model, and the stages of a pipeline have one each",
         ),
+        keeps={},
         sparse=True,
     )
 
@@ -93,7 +94,7 @@ class HogBatch:
         1.0, "factor of the learning rate after each pass of a worker over its samples", range="> 0, <= 1"
     )
 
-    traits: ClassVar[Traits] = Hogwild.traits
+    traits: ClassVar[Traits] = replace(Hogwild.traits, keeps={"memory": ("accrued",)})
 
     def __post_init__(self) -> None:
         if self.batch < 1:

@@ -95,6 +95,7 @@ class LBFGS:
         ),
         lockstep=True,
         chooses_samples=True,
+        keeps={},
     )
 
     def __post_init__(self) -> None:
@@ -106,6 +107,11 @@ class LBFGS:
             raise ValueError(f"push_every counts portions and must be >= 1, got {self.push_every}. Use 1 for each.")
         if not self.iterations >= 1:
             raise ValueError(f"iterations must be >= 1, got {self.iterations}. Leave it out to go on to the end.")
+
+    def adapted(self) -> Traits:
+        """The traits under these parameters: beside w, servers hold g, p, a trial and its gradient, and the pairs."""
+        pairs = (f"{name}{slot}" for slot in range(self.m + 1) for name in "sy")
+        return replace(self.traits, vectors=("g", "p", "x", "h", *pairs))
 
     def server_rule(self, optimizer: OptimizerSpec) -> ServerRule:
         return ServerRule(replace(optimizer, name="assign"), reduce="sum")

@@ -110,6 +110,7 @@ class KSync(_OfWorkers):
         messages=Messages(over=("servers",)),
         lockstep=True,
         sampling="whole",
+        keeps={},
     )
 
     def server_rule(self, optimizer: OptimizerSpec) -> ServerRule:
@@ -140,6 +141,7 @@ class KBatchSync(_Quorum):
         ),
         messages=Messages(over=("servers",)),
         sampling="whole",
+        keeps={},
     )
 
     def server_rule(self, optimizer: OptimizerSpec) -> ServerRule:
@@ -167,6 +169,7 @@ class KAsync(_OfWorkers):
         messages=Messages(over=("servers",)),
         stale_gradients=True,
         sampling="whole",
+        keeps={},
     )
 
     def server_rule(self, optimizer: OptimizerSpec) -> ServerRule:
@@ -196,6 +199,7 @@ class KBatchAsync(_Quorum):
         messages=Messages(over=("servers",)),
         stale_gradients=True,
         sampling="whole",
+        keeps={},
     )
 
     def server_rule(self, optimizer: OptimizerSpec) -> ServerRule:
@@ -229,6 +233,7 @@ class Backup:
         messages=Messages(over=("servers",), votes=True),
         lockstep=True,
         sampling="whole",
+        keeps={},
     )
 
     def __post_init__(self) -> None:

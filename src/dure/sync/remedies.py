@@ -103,6 +103,11 @@ class DCASGD:
             correction = correction.clamp_(-limit, limit)
         gradient.add_(correction)
 
+    def keeps(self, workers: int) -> int:
+        if self.mode == "constant":
+            return 0
+        return workers if self.squares == "worker" else 1
+
     def curvature(self, update: Update) -> torch.Tensor:
         """Return lambda_t (.) g (.) g, the guess at the diagonal of the Hessian; the caller may write to it."""
         square = update.gradient * update.gradient
@@ -143,6 +148,9 @@ class StalenessLR:
 
     def __radd__(self, method: Any) -> Any:
         return with_remedy(method, self)
+
+    def keeps(self, workers: int) -> int:
+        return 0
 
     def correct(self, update: Update) -> None:
         if update.staleness > 1:

@@ -66,6 +66,7 @@ class SSP:
             stages="its servers count the lead of each worker, and each stage would have a count of its own",
         ),
         messages=Messages(over=("servers",)),
+        keeps={},
     )
 
     def __post_init__(self) -> None:

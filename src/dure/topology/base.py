@@ -14,7 +14,7 @@ from dure.codec.coder import SliceLayout
 from dure.core.deployment import SERVER, WORKER, Deployment, NodeId, NodeSpec, WhenLost
 from dure.core.spec_text import nearest
 from dure.core.state import State
-from dure.core.vectors import pieces
+from dure.core.vectors import pieces, size
 from dure.errors import StrategyError, UsageError
 from dure.job.optimizer import restrict
 from dure.job.overlap import cut
@@ -55,14 +55,17 @@ class SystemMemory(Protocol):
 class MethodNeeds:
     """The properties of a method that its topology uses.
 
-    `ordered`: the servers' clock decides the order of updates. `coordinated`: a coordinator at server 0 leads the
-    method. `delivers`: the name of the model that workers deliver ("mean": the mean of all workers' models). `vectors`:
-    what the method keeps beside the model in shared memory. `corrections` of stale gradients at servers, which refuse
-    those of a staleness above `max_delay`. The servers' optimizer is `server_optimizer` of the job's; it may raise
+    `ordered`: the servers' clock decides the order of updates; `group` of them make a version, and `stale` ones are
+    gradients of older versions. `coordinated`: a coordinator at server 0 leads the method. `delivers`: the name of the
+    model that workers deliver ("mean": the mean of all workers' models). `vectors`: what the method keeps beside the
+    model in shared memory, or at servers. `corrections` of stale gradients at servers, which refuse those of a
+    staleness above `max_delay`. The servers' optimizer is `server_optimizer` of the job's; it may raise
     `StrategyError`. With `own_server_rule` it does not depend on the job's.
     """
 
     ordered: bool
+    group: int
+    stale: bool
     coordinated: bool
     delivers: str
     vectors: Sequence[str]
@@ -239,6 +242,22 @@ class Topology:
         if self.plan.codec is None:
             return []
         return [SliceLayout.of(self.plan.replica.layers, ranges) for ranges in self.ranges]
+
+    # ---- memory; a topology of a user's own that declares none counts as here
+
+    @property
+    def worker_vectors(self) -> float:
+        """The vectors of the model's length that a worker keeps for this topology beside its own parameters."""
+        return 1.0
+
+    @property
+    def server_vectors(self) -> float:
+        """The vectors of the length of its slice that a server keeps, its values among them."""
+        return 2.0
+
+    def held(self, number: int) -> int:
+        """The parameters that server `number` holds."""
+        return size(self.ranges[number]) if self.ranges else self.plan.replica.numel
 
     @property
     def slices(self) -> list[tuple[int, float]]:

@@ -29,6 +29,18 @@ class Update:
 
 
 @runtime_checkable
+class Keeping(Protocol):
+    """A correction that declares the vectors which `Update.keep` gives it at a shard, for so many `workers`."""
+
+    def keeps(self, workers: int) -> int: ...
+
+
+def kept_by(correction: Correction, workers: int) -> int:
+    """The vectors that a correction keeps at a shard; one for each worker if it does not declare them."""
+    return correction.keeps(workers) if isinstance(correction, Keeping) else workers
+
+
+@runtime_checkable
 class Correction(Protocol):
     """A remedy that corrects each gradient, element by element; `compares` if it looks at `Update.read`."""
 

@@ -177,6 +177,10 @@ class CollectiveTopology(Topology):
                 f"{', '.join(map(str, sizes))}. Use collective:algorithm=hierarchical, which allows different numbers."
             )
 
+    @property
+    def worker_vectors(self) -> float:
+        return 0.0
+
     def group(self, node: Node, meter: Meter) -> Group:
         plan, ranks = self.plan, range(self.plan.workers)
         algorithm = algorithm_of(self.choice, plan.machines)

@@ -480,6 +480,10 @@ class GossipTopology(Topology):
         super().__init__(choice, plan)
         self.graph = build(choice, plan.workers)
 
+    @property
+    def worker_vectors(self) -> float:
+        return 2.0  # of an averaging under way: the model before it, and the mean
+
     def connect(self, worker: TopologyWorker, group: Group | None) -> None:
         plan, node = self.plan, worker.node
         peer = Peer(node, worker, self.graph, seed=plan.seed, incarnation=node.incarnation, absent=plan.absent)

@@ -35,6 +35,7 @@ from dure.job.optimizer import (
     RowOptimizer,
     leaves_alone,
     restrict,
+    vectors_of,
 )
 from dure.topology.base import RunPlan, Topology, TopologyWorker
 from dure.topology.hybrid.placement import (
@@ -457,6 +458,20 @@ class HybridTopology(Topology):
         for table in rows.tables:
             check_rule(of_table(plan.job.optimizer, plan.model.rates.segments, table)[0])
         return rows
+
+    @property
+    def worker_vectors(self) -> float:
+        return 0.0
+
+    @property
+    def server_vectors(self) -> float:
+        # Workers give the gradient of what is held whole, and of rows those that they touched.
+        parts = [self.rows.part(number) for number in range(self.servers)]
+        whole = sum(part.head for part in parts) / sum(part.numel for part in parts)
+        return 1.0 + vectors_of(self.plan.job.optimizer) + self.plan.workers * whole
+
+    def held(self, number: int) -> int:
+        return self.rows.part(number).numel
 
     @property
     def apart(self) -> Sequence[int]:

@@ -26,7 +26,9 @@ import torch
 from dure.core.node import Ghost
 from dure.core.vectors import FlatSlice, Ranges, equal_ranges, pieces, size
 from dure.errors import StrategyError
+from dure.job.optimizer import vectors_of
 from dure.topology.base import RunPlan, Topology, TopologyWorker
+from dure.topology.correction import kept_by
 from dure.topology.parameter_server.choice import BOUND, SPLITS, Split
 from dure.topology.parameter_server.shard import Shard
 from dure.topology.parameter_server.staging import Corrections
@@ -198,6 +200,37 @@ class ServerTopology(Topology):
     def ranges(self) -> list[Ranges]:
         replica = self.plan.replica
         return held_by(self.choice, replica.layers, replica.numel)
+
+    @property
+    def worker_vectors(self) -> float:
+        """Room for the next pull; where results of votes are received, the mirror of the servers and a result."""
+        plan = self.plan
+        votes = plan.codec is not None and plan.codec.vote() is not None
+        return 1.0 + votes * (2 + vectors_of(plan.server_optimizer))
+
+    @property
+    def server_vectors(self) -> float:
+        """Versions and updates, the state of the optimizer, and the vectors of corrections.
+
+        | updates            | versions and updates at a shard at once                                      |
+        |--------------------|------------------------------------------------------------------------------|
+        | applied on arrival | the newest version and the next                                              |
+        | in groups          | an update of each worker and their sum, the newest version and the one before |
+        | in groups, stale   | a group and its sum, a version for each worker, the newest                   |
+        | of a coordinator   | the model, a sum of each worker, the method's vectors and the next one       |
+
+        Corrections that compare keep a version for each worker, and a copy of the update.
+        """
+        plan, method = self.plan, self.plan.method
+        at_once = plan.workers + 3 if method.ordered else 2
+        if method.coordinated:
+            at_once = plan.workers + 2 + len(method.vectors)
+        elif method.ordered and method.stale:
+            at_once = plan.workers + 2 + method.group
+        if any(correction.compares for correction in method.corrections):
+            at_once += 1 if method.ordered else plan.workers + 1
+        corrections = sum(kept_by(correction, plan.workers) for correction in method.corrections)
+        return float(at_once + corrections + vectors_of(plan.server_optimizer))
 
     def shard(self, node: Node, number: int, *, log: bool = False) -> Shard:
         plan, ranges, initial = self.plan, self.ranges[number], self.plan.model.params

@@ -106,7 +106,8 @@ class Versions:
 
     def __init__(self, node: Node, values: torch.Tensor, sizes: Sequence[int]) -> None:
         self.node = node
-        self.pool = Pool(node, values, sizes)
+        like = values if isinstance(values, Ghost) else values.new_empty(1).expand(values.shape)  # keeps no values
+        self.pool = Pool(node, like, sizes)
         self.current = self.pool.take()
         if not isinstance(values, Ghost):
             self.current.tensor.copy_(values)

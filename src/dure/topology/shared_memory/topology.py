@@ -105,6 +105,15 @@ class SharedMemoryTopology(Topology):
     def ranges(self) -> list[Ranges]:
         return [[(0, self.plan.replica.numel)]]
 
+    @property
+    def worker_vectors(self) -> float:
+        return 1.0  # room for a copy of the model
+
+    @property
+    def server_vectors(self) -> float:
+        vectors = self.plan.method.vectors
+        return 1.0 + len(vectors) + bool(vectors)  # and the sum of the workers' contributions
+
     @cached_property
     def _layout(self) -> Layout:
         plan = self.plan

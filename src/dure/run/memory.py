@@ -1,0 +1,153 @@
+"""The memory that the workers of a run need, held against that of their machines and control groups.
+
+A member of a strategy declares the vectors that it keeps: a method by `Traits.keeps`, a codec by `Codec.keeps`, a
+topology by `Topology.worker_vectors` and `server_vectors`. `partition.memory` has the kinds of memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from dure.codec.base import CodecMemory
+from dure.codec.fp32 import Float32
+from dure.core.deployment import SERVER, WORKER
+from dure.errors import UsageError
+from dure.job.optimizer import vectors_of
+from dure.partition.memory import MemoryUse, of_model, of_part
+from dure.partition.mesh import ONE_STAGE
+from dure.topology.offers import offers_of
+
+if TYPE_CHECKING:
+    from dure.partition.pipeline import Pipeline
+    from dure.run.setup import Setup
+    from dure.runtime.virtual.cluster import Cluster
+
+
+def memory_use(setup: Setup, part: int, batch_size: int | None = None) -> MemoryUse:
+    """The memory of a worker with `part` of the model, for mini-batches of `batch_size`, those of copy 0 if None.
+
+    Servers beside it are not counted (`of_workers`).
+    """
+    size = setup.batch_sizes[0] if batch_size is None else batch_size
+    vectors = vectors_of(setup.job.optimizer)
+    if setup.stages is None:
+        return _with_members(of_model(setup.job, setup.replica, size, vectors), setup, part)
+    activations = None if setup.stages.shared is None else setup.stages.modules[part].kept
+    return _with_members(of_part(setup.stages.layout, part, size, vectors, activations), setup, part)
+
+
+def of_workers(setup: Setup, workers: Iterable[int]) -> Iterator[tuple[int, MemoryUse]]:
+    """The memory of each of `workers`, with the servers beside it."""
+    found: dict[tuple[int, int], MemoryUse] = {}
+    beside = _beside_workers(setup)
+    for worker in workers:
+        size, part = key = setup.batch_sizes[setup.replica_of(worker)], worker % setup.parts
+        use = found[key] = found.get(key) or memory_use(setup, part, size)
+        yield worker, use._replace(server=beside.get(worker, 0))
+
+
+def check_worker_memory(setup: Setup, cluster: Cluster) -> None:
+    """Raise `UsageError` for the first worker that needs more memory than its machine has for it."""
+    limits = {worker: limit for worker in range(setup.workers) if (limit := cluster.memory_of(worker)) is not None}
+    for worker, use in of_workers(setup, limits):
+        if use.total > limits[worker]:
+            raise UsageError(
+                f"worker {worker} needs {use.total:,} bytes of memory or more ({use}), and machine "
+                f"{setup.machines[worker]} has {limits[worker]:,} for it. {_kept(setup)}{_advice(setup)}"
+            )
+
+
+def check_process_memory(setup: Setup, worker: int, limit: int | None) -> None:
+    """Raise `UsageError` if the process of a worker needs more memory than its control groups allow.
+
+    The activations of a whole model are not known here, and not counted.
+    """
+    if limit is None:
+        return
+    if setup.stages is None:
+        nbytes = setup.replica.params.nbytes
+        use = _with_members(MemoryUse(nbytes, nbytes, vectors_of(setup.job.optimizer) * nbytes, 0, 0), setup, 0)
+    else:
+        use = memory_use(setup, worker % setup.parts, setup.batch_sizes[setup.replica_of(worker)])
+    backward = use.weights  # the gradients of all layers, before they are in the flat gradient
+    if use.total + backward > limit:
+        raise UsageError(
+            f"worker {worker} needs {use.total + backward:,} bytes of memory or more ({use}, backward {backward:,}), "
+            f"and its control group allows {limit:,}. {_kept(setup)}{_advice(setup)}"
+        )
+
+
+# ---- the members of a strategy
+
+
+def _with_members(use: MemoryUse, setup: Setup, part: int) -> MemoryUse:
+    """`use` with the vectors that method, codec and topology keep at a worker."""
+    own = setup.of_worker(part)
+    coders = _codec_memory(own)
+    stripe = coders.combiner / own.workers if _combines_stripes(own) else 0.0
+    return use._replace(
+        method=len(_method_vectors(own)) * use.weights,
+        codec=round((coders.sender + stripe) * use.weights),
+        topology=round(own.topology.worker_vectors * use.weights),
+    )
+
+
+def _method_vectors(setup: Setup) -> tuple[str, ...]:
+    encoded = not isinstance(setup.strategy.codec, Float32)
+    return setup.traits.kept_over(offers_of(setup.strategy.topology), encoded=encoded)
+
+
+def _codec_memory(setup: Setup) -> CodecMemory:
+    return setup.strategy.codec.keeps(setup.workers)
+
+
+def _combines_stripes(setup: Setup) -> bool:
+    """Whether each worker combines the messages of all for its part of the vector."""
+    return not setup.topology.servers and setup.strategy.codec.exchange == "reduce_scatter"
+
+
+def _beside_workers(setup: Setup) -> dict[int, int]:
+    """The bytes of the servers on the machine of each worker that has some."""
+    found: dict[int, int] = {}
+    for node in setup.deployment.nodes:
+        if node.id.kind == SERVER and node.beside is not None and node.beside.kind == WORKER:
+            worker = node.beside.rank
+            found[worker] = found.get(worker, 0) + of_server(setup, node.id.rank)
+    return found
+
+
+def of_server(setup: Setup, number: int) -> int:
+    """The bytes that server `number` keeps."""
+    own = setup.of_server(number)
+    vectors = own.topology.server_vectors
+    if setup.strategy.codec.vote() is not None:
+        vectors += _codec_memory(own).combiner
+    return round(own.topology.held(number % own.topology.servers) * vectors * setup.replica.params.element_size())
+
+
+# ---- errors
+
+
+def _kept(setup: Setup) -> str:
+    names = _method_vectors(setup)
+    return f"{setup.strategy.text()['sync']} keeps {', '.join(names)} at each worker. " if names else ""
+
+
+def _advice(setup: Setup) -> str:
+    if setup.stages is None:
+        return "Split the model, as in --partition gpipe:stages=2 or tensor:ways=2, or make the mini-batch smaller."
+    pipeline, shared = setup.stages.pipeline, setup.stages.shared
+    ways = [] if shared is None else [f"more ways than {shared.ways}"]
+    stages = [] if shared is not None and not shared.in_pipelines else [f"more stages than {pipeline.stages}"]
+    less = "add remat=true, " if pipeline is not ONE_STAGE and _takes_remat(pipeline) else ""
+    return f"Use {' or '.join([*ways, *stages])}, {less}or make the mini-batch smaller."
+
+
+def _takes_remat(pipeline: Pipeline) -> bool:
+    """Whether the method can compute activations again, and does not do so yet."""
+    try:
+        return replace(pipeline, remat=True) != pipeline
+    except ValueError:
+        return False
