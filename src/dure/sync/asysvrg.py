@@ -72,8 +72,7 @@ class AsySVRG:
             topology="its workers write to one model, in the memory of one machine",
             stages="it computes gradients of all samples too, and a stage works on the next mini-batch",
         ),
-        keeps={"memory": ("total",)},
-        vectors=("snapshot", "mean"),
+        keeps={"memory": ("total",), "server": ("snapshot", "mean")},
         sampling=Replicated(),
         chooses_samples=True,
     )

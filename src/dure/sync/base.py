@@ -78,9 +78,9 @@ class Traits:
     - `stale_gradients`: servers apply gradients of older versions, so corrections may be joined.
     - `sparse`: the method takes sparse gradients, flat and coalesced.
     - `keeps`: names of the vectors of the model's length that a worker keeps beside its parameters and the state of its
-      optimizer (`Worker.keep`), by the need that the topology meets; "codec": those beside them where a codec encodes.
-      None: not declared, which counts as `UNDECLARED` vectors.
-    - `vectors`: names of the vectors beside the model in shared memory, or at each server of a coordinator.
+      optimizer (`Worker.keep`), by the need that the topology meets; "codec": those beside them where a codec encodes;
+      "server": those beside the model in shared memory, or at each server of a coordinator. None: not declared, which
+      counts as `UNDECLARED` vectors at a worker.
     - `fewest`: the least number of workers.
     - `sampling`: replaces the job's split of the data. `chooses_samples`: workers compute gradients of samples that the
       method chooses.
@@ -99,7 +99,6 @@ class Traits:
     stale_gradients: bool = False
     sparse: bool = False
     keeps: Mapping[str, tuple[str, ...]] | None = None
-    vectors: tuple[str, ...] = ()
     fewest: int = 1
     sampling: Any = None
     chooses_samples: bool = False
@@ -115,6 +114,11 @@ class Traits:
     def topologies(self) -> tuple[str, ...]:
         """The topologies of the catalogue that the method runs over; the first is the default."""
         return offering(self.needs)
+
+    @property
+    def vectors(self) -> tuple[str, ...]:
+        """The names of the vectors beside the model in shared memory, or at each server of a coordinator."""
+        return () if self.keeps is None else self.keeps.get("server", ())
 
     @property
     def coordinated(self) -> bool:

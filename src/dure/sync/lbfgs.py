@@ -111,7 +111,7 @@ class LBFGS:
     def adapted(self) -> Traits:
         """The traits under these parameters: beside w, servers hold g, p, a trial and its gradient, and the pairs."""
         pairs = (f"{name}{slot}" for slot in range(self.m + 1) for name in "sy")
-        return replace(self.traits, vectors=("g", "p", "x", "h", *pairs))
+        return replace(self.traits, keeps={"server": ("g", "p", "x", "h", *pairs)})
 
     def server_rule(self, optimizer: OptimizerSpec) -> ServerRule:
         return ServerRule(replace(optimizer, name="assign"), reduce="sum")
