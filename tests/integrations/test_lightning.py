@@ -108,6 +108,13 @@ def test_an_error_at_one_rank_ends_all(ranks):
     assert ranks[0]["raises"].startswith("PeerLost: rank 1 failed with RuntimeError: an error of the user's.")
 
 
+def test_ranks_with_loaders_of_different_lengths_learn_what_they_wait_for(folder):
+    below = folder / "uneven"
+    below.mkdir()
+    for rank in started(below, "uneven"):
+        assert "the ranks wait for each other since 3 s, rank 0 in torch.distributed.broadcast" in rank["uneven"]
+
+
 def test_states_of_ranks_are_removed_with_their_checkpoint(ranks):
     for rank in ranks:
         assert rank["several_checkpoints"] == {

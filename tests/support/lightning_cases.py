@@ -57,6 +57,7 @@ class Net(lightning.LightningModule):
         sgd=False,
         manual=False,
         fails=False,
+        quiet=False,
         samples=48,
         dtype=torch.float32,
     ):
@@ -66,7 +67,7 @@ class Net(lightning.LightningModule):
         self.head = nn.Linear(16, 4)
         if unused:
             self.spare = nn.Linear(4, 4)
-        self.automatic_optimization, self.fails = not manual, fails
+        self.automatic_optimization, self.fails, self.quiet = not manual, fails, quiet
         self.sgd, self.schedule, self.samples, self.kind = sgd, schedule, samples, dtype
         self.losses, self.scores = [], []
 
@@ -81,7 +82,8 @@ class Net(lightning.LightningModule):
     def validation_step(self, batch, _):
         loss = cross_entropy(self.head(self.body(batch[0])), batch[1])
         self.scores.append(loss.item())
-        self.log("score", loss, sync_dist=True)
+        if not self.quiet:
+            self.log("score", loss, sync_dist=True)
 
     def configure_optimizers(self):
         if self.sgd:
@@ -181,6 +183,14 @@ def case_raises():
         fit(DureStrategy("averaging:period=4"), net={"fails": True})
     except (DureError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
+
+
+def case_uneven():
+    """Rank 1 has a batch less. Also a last case."""
+    try:
+        fit(DureStrategy(frozen_after=3), net={"samples": 48 - 4 * RANK, "quiet": True}, use_distributed_sampler=False)
+    except DureError as error:
+        return str(error)
 
 
 # ---- checkpoints
