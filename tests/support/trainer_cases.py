@@ -215,7 +215,7 @@ WAYS = ("bsp", "averaging:period=4", "diloco:period=4", "bsp codec=int8", "ssp:b
 
 
 def case_methods(folder):
-    """The Trainer's optimizer, schedule and clipping, until the loss is near to its floor of 0.611."""
+    """The Trainer's optimizer, schedule and clipping, until the loss is near to the entropy of the words, 0.611."""
     how = {"max_steps": 400, "learning_rate": 3e-3, "weight_decay": 0, "per_device_train_batch_size": 8}
     how |= {"data": Words(480), "held": Words(200, seed=2), "eval_steps": 400, "logging_strategy": "no"}
     return {way: train(way, folder, **how) for way in WAYS}
