@@ -10,6 +10,7 @@ import torch
 from rich.console import Console
 from support.plan_values import BATCH, WORKERS, plan_values, row
 from support.wording import raising
+from torch.nn.functional import cross_entropy
 
 import dure
 from dure.cli.main import main
@@ -31,6 +32,7 @@ from dure.report.labels import seconds_text
 from dure.run.config import TrainConfig
 from dure.runtime.virtual.cluster import Cluster, Link, Machines, SharedHost
 from dure.runtime.virtual.compute import Constant
+from dure_jobs.mnist import convnet
 
 FAST = Constant(flops_per_second=1e9, overhead=1e-3)
 
@@ -227,3 +229,17 @@ def test_more_workers_than_cores_are_cautioned_of(workers, cautioned):
     one_machine = Cluster(machines=[Machines(count=workers)], host=SharedHost(cores=2))
     found = dure.plan("digits-mlp", on=one_machine, within=0.001)
     assert any("workers share 2 cores" in each for each in found.why) == cautioned
+
+
+@pytest.mark.long
+def test_small_micro_batches_are_planned_where_they_alone_fit():
+    """Two stages with four micro-batches need 4.2 MiB, and fit into 3 MB with more."""
+    data = dure.Data(torch.ones(96, 1, 28, 28), torch.zeros(96, dtype=torch.int64))
+    job = dure.Job(convnet, cross_entropy, data, data, batch_size=96, name="convnet")
+    options = {"batch_size": 96, "within": 40}
+    ranked = dure.plan(job, on=cluster(count=8, memory=3_000_000), **options)
+    assert ranked.found.rows
+    assert all(row.timing.memory.total <= 3_000_000 for row in ranked.found.rows)
+    with pytest.raises(UsageError, match=r"remat=true: \d") as refused:
+        dure.plan(job, on=cluster(count=8, memory=300_000), **options)
+    assert "no strategy fits into" in str(refused.value)

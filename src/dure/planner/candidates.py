@@ -3,7 +3,8 @@
     step 1    one choice differs from plain data parallelism: a method, a topology, a codec or a partition
     step 2    other methods on servers, laid out as is best for synchronous or asynchronous SGD (`on_servers`)
     step 3    the best partitions with the best methods, and the best methods with the best codecs (`crossed`)
-    step 4    only if nothing fits into memory: pipelines with layers that are split over machines (`wide`)
+    step 4    only if nothing fits into memory: pipelines of small micro-batches (`narrow`), and pipelines with layers
+              that are split over machines (`wide`)
 
 The candidates come in the order of their simplicity. Every member of a catalogue has a row here or a reason in
 `LEFT_OUT`.
@@ -160,6 +161,23 @@ def crossed(partitions: Sequence[str], methods: Sequence[str], codecs: Sequence[
         for codec in codecs:
             if not (codec == OF_GRADIENTS and traits_of(Strategy.parse(method).sync).messages.changes):
                 yield f"{method} {codec.removeprefix(PLAIN).strip()}"
+
+
+CUTS = ("profile", "parameters", "even")
+
+
+def narrow(shape: Shape) -> Iterator[str]:
+    """The candidates where no other fits into memory: pipelines down to micro-batches of a sample, cut by each rule.
+
+    Those that need least come first: many stages, small micro-batches, activations that are computed again.
+    """
+    for stages in reversed([*_divisors(shape.workers, shape.blocks)]):
+        copy = shape.batch * stages // shape.workers
+        doubled = (stages << doubling for doubling in range(copy.bit_length()))
+        for micro in (copy, *reversed([each for each in doubled if each < copy])):
+            for remat in (",remat=true", ""):
+                for cuts in CUTS:
+                    yield f"{PLAIN} 1f1b:stages={stages},micro={micro},cuts={cuts}{remat}"
 
 
 def wide(shape: Shape) -> Iterator[str]:

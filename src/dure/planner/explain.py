@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from dure.core import units
 from dure.errors import DureError
 from dure.partition.mesh import pipeline_of
-from dure.planner.candidates import PLAIN, Scene, shape_of, single
+from dure.planner.candidates import PLAIN, Scene, narrow, shape_of, single, wide
 from dure.planner.ranking import Ranked, in_order, ranked
 from dure.planner.side_by_side import Deadline, timings
 from dure.planner.sweeps import (
@@ -154,11 +154,14 @@ def _winner_on(scene: Scene, strategies: Sequence[str], deadline: Deadline) -> s
 DOUBLINGS = 6
 """Doublings of the workers, and halvings of the batch, that are tried."""
 
+LEAST = 8
+"""Strategies of the least memory that are tried with a smaller batch."""
+
 
 def no_answer(scene: Scene, search: Found, within: float) -> str:
     """A sentence with what makes an answer possible, where a search within so many seconds has none."""
     if not search.left:
-        return smallest_change(scene, search.refused)
+        return smallest_change(scene, search.refused, Deadline(within))
     enough = _enough(scene, within)
     return (
         f"no strategy could be timed within {within:g} seconds for {scene.workers} workers: their number makes a "
@@ -182,30 +185,39 @@ def _enough(scene: Scene, within: float) -> float:
     return max(4 * within, 8 * (within - (limit.left or 0.0)) * scene.workers / fewer.workers)
 
 
-def smallest_change(scene: Scene, refused: Mapping[str, str]) -> str:
-    """A sentence with the change that makes a strategy fit, where memory refuses all strategies."""
+def smallest_change(scene: Scene, refused: Mapping[str, str], deadline: Deadline) -> str:
+    """A sentence with the change that makes a strategy fit, where memory refuses all strategies.
+
+    Beyond the deadline no more strategies are looked at.
+    """
     limits = [limit for limit in map(scene.cluster.memory_of, range(scene.workers)) if limit is not None]
     if not limits:
         reasons = list(dict.fromkeys(refused.values()))
         return f"no strategy works here: {reasons[0] if reasons else 'there is none'}"
     limit = min(limits)
     free = scene.on(without_limits(scene.cluster))
-    needs = _needs(free)
+    needs = _needs(free, deadline)
+    known = "" if not deadline.over else " of the strategies that could be looked at in time"
     if not needs:
         return f"no strategy works here: {next(iter(refused.values()))}"
     strategy, least = min(needs.items(), key=lambda pair: pair[1].total)
+    if least.total <= limit:
+        return f"{strategy} fits into memory, and could not be timed: give more seconds with --within."
     changes = [f"memory of {units.as_size(least.total)} for each worker"]
-    changes += _smaller_batch(free, needs, limit) + _more_workers(free, limit)
+    changes += _smaller_batch(free, needs, limit) + _more_workers(free, limit, deadline)
     return (
-        f"no strategy fits into {units.as_size(limit)} of memory for each worker. The least is needed by "
+        f"no strategy fits into {units.as_size(limit)} of memory for each worker. The least{known} is needed by "
         f"{strategy}: {units.as_size(least.total)} ({least}). Any of these would make it fit: {'; '.join(changes)}."
     )
 
 
-def _needs(scene: Scene) -> dict[str, MemoryUse]:
-    """The memory of a worker under each candidate that works."""
-    found = {}
-    for strategy in single(shape_of(scene)):
+def _needs(scene: Scene, deadline: Deadline) -> dict[str, MemoryUse]:
+    """The memory of a worker under each candidate that works, those that need least first."""
+    found: dict[str, MemoryUse] = {}
+    shape = shape_of(scene)
+    for strategy in dict.fromkeys((*narrow(shape), *wide(shape), *single(shape))):
+        if found and deadline.over:
+            break
         if " " not in strategy or ":" not in strategy:
             continue  # methods and topologies hold whole models, as plain data parallelism does
         try:
@@ -218,7 +230,7 @@ def _needs(scene: Scene) -> dict[str, MemoryUse]:
 def _smaller_batch(scene: Scene, needs: Mapping[str, MemoryUse], limit: int) -> list[str]:
     for halving in range(1, DOUBLINGS):
         smaller = scene.of(scene.batch >> halving)
-        for strategy in sorted(needs, key=lambda name: needs[name].total):
+        for strategy in sorted(needs, key=lambda name: needs[name].total)[:LEAST]:
             try:
                 if largest_memory(setup_in(smaller, strategy)).total <= limit:
                     return [f"--batch-size {smaller.batch // scene.workers} with {strategy}"]
@@ -227,13 +239,13 @@ def _smaller_batch(scene: Scene, needs: Mapping[str, MemoryUse], limit: int) -> 
     return []
 
 
-def _more_workers(scene: Scene, limit: int) -> list[str]:
+def _more_workers(scene: Scene, limit: int, deadline: Deadline) -> list[str]:
     for doubling in range(1, DOUBLINGS):
         cluster = of_workers(scene.cluster, scene.workers << doubling)
         if cluster is None:
             return []
         larger = scene.on(cluster)
-        fitting = [name for name, use in _needs(larger).items() if use.total <= limit]
+        fitting = [name for name, use in _needs(larger, deadline).items() if use.total <= limit]
         if fitting:
             return [f"{larger.workers} workers with {fitting[0]}"]
     return []

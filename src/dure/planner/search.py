@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 from dure.errors import DureError
 from dure.planner.bound import least_seconds
-from dure.planner.candidates import PLAIN, Scene, crossed, on_servers, shape_of, single, wide
+from dure.planner.candidates import PLAIN, Scene, Shape, crossed, narrow, on_servers, shape_of, single, wide
 from dure.planner.ranking import Ranked, in_order, ranked
 from dure.planner.side_by_side import Deadline, timings
-from dure.planner.timing import timed
+from dure.planner.timing import setup_in, timed
 from dure.run.strategy import by_axis
 from dure.runtime.virtual.cluster import Cluster
 
@@ -65,13 +65,29 @@ def search(scene: Scene, deadline: Deadline, notify: Notify = lambda done, of, s
         lambda: single(shape),
         lambda: on_servers(_servers_of(found, PLAIN), _servers_of(found, "downpour"), shape),
         lambda: crossed(*_best(found)),
-        lambda: () if found.rows or found.left else wide(shape),
+        lambda: () if found.rows or found.left else (*_fitting(scene, shape, deadline), *wide(shape)),
     )
     for made in steps:
         _step(scene, made(), deadline, SHARE, found, notify)
     _time(scene, list(found.left), deadline, 1.0, found, notify)
     found.rows = found.ranked
     return found
+
+
+FITTING = 6
+"""Pipelines of small micro-batches that are timed: the first that fit into memory."""
+
+
+def _fitting(scene: Scene, shape: Shape, deadline: Deadline) -> Iterator[str]:
+    """The first of the `narrow` candidates that fit into memory, from large micro-batches to small ones."""
+    left = FITTING
+    for strategy in reversed([*narrow(shape)]):
+        if deadline.over or not left:
+            return
+        with suppress(DureError):
+            setup_in(scene, strategy)
+            left -= 1
+            yield strategy
 
 
 def _prepare(scene: Scene) -> None:
