@@ -154,9 +154,6 @@ def _winner_on(scene: Scene, strategies: Sequence[str], deadline: Deadline) -> s
 DOUBLINGS = 6
 """Doublings of the workers, and halvings of the batch, that are tried."""
 
-LEAST = 8
-"""Strategies of the least memory that are tried with a smaller batch."""
-
 
 def no_answer(scene: Scene, search: Found, within: float) -> str:
     """A sentence with what makes an answer possible, where a search within so many seconds has none."""
@@ -204,7 +201,7 @@ def smallest_change(scene: Scene, refused: Mapping[str, str], deadline: Deadline
     if least.total <= limit:
         return f"{strategy} fits into memory, and could not be timed: give more seconds with --within."
     changes = [f"memory of {units.as_size(least.total)} for each worker"]
-    changes += _smaller_batch(free, needs, limit) + _more_workers(free, limit, deadline)
+    changes += _smaller_batch(free, needs, limit, deadline) + _more_workers(free, limit, deadline)
     return (
         f"no strategy fits into {units.as_size(limit)} of memory for each worker. The least{known} is needed by "
         f"{strategy}: {units.as_size(least.total)} ({least}). Any of these would make it fit: {'; '.join(changes)}."
@@ -227,10 +224,12 @@ def _needs(scene: Scene, deadline: Deadline) -> dict[str, MemoryUse]:
     return found
 
 
-def _smaller_batch(scene: Scene, needs: Mapping[str, MemoryUse], limit: int) -> list[str]:
+def _smaller_batch(scene: Scene, needs: Mapping[str, MemoryUse], limit: int, deadline: Deadline) -> list[str]:
     for halving in range(1, DOUBLINGS):
         smaller = scene.of(scene.batch >> halving)
-        for strategy in sorted(needs, key=lambda name: needs[name].total)[:LEAST]:
+        for strategy in sorted(needs, key=lambda name: needs[name].total):
+            if deadline.over:
+                return []
             try:
                 if largest_memory(setup_in(smaller, strategy)).total <= limit:
                     return [f"--batch-size {smaller.batch // scene.workers} with {strategy}"]
