@@ -46,7 +46,7 @@ beside-lint: setup
 
 # the extras that `make setup` leaves out and tests need: 370 MB
 all: lint
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray,integrations,wandb,mlflow]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray,integrations,wandb,mlflow]' 'ray[train]'
 	$(SHARED) -m "not alone and not soak"
 	$(BIN)/pytest -m "alone and not soak" $(ALONE)
 

@@ -2,8 +2,13 @@
 
 from importlib.util import find_spec
 
-FRAMEWORKS = {"lightning": "lightning", "transformers": "transformers", "accelerate": "accelerate", "ray_train": "ray"}
+NEEDED = {
+    "lightning": ("lightning",),
+    "transformers": ("transformers",),
+    "accelerate": ("accelerate",),
+    "ray_train": ("ray", "pandas"),
+}
 
 collect_ignore = [
-    f"src/dure/integrations/{module}.py" for module, package in FRAMEWORKS.items() if find_spec(package) is None
+    f"src/dure/integrations/{module}.py" for module, packages in NEEDED.items() if None in map(find_spec, packages)
 ]

@@ -60,11 +60,11 @@ def marked(mark):
 
 
 def left_after(mark, seconds):
-    """The processes with `mark` that still run after some seconds."""
+    """The processes with `mark` that still run after some seconds, with their commands."""
     deadline = time.monotonic() + seconds
-    while (found := marked(mark)) and time.monotonic() < deadline:
+    while marked(mark) and time.monotonic() < deadline:
         time.sleep(0.1)
-    return found
+    return [f"{pid} {Path(f'/proc/{pid}/cmdline').read_bytes()[:200]!r}" for pid in marked(mark)]
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130)])

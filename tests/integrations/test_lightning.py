@@ -136,7 +136,7 @@ def test_states_of_ranks_are_removed_with_their_checkpoint(ranks):
         ("hook", "ddp_comm_hook=<built-in function len> is an option of DistributedDataParallel, which DureStrategy"),
         ("unused", "find_unused_parameters=True is an option of DistributedDataParallel, which DureStrategy"),
         ("shared", "hogwild:decay=1 does not run in a loop of one's own"),
-        ("other strategy", "with strategy averaging:period=4 collective fp32 none, and this rank has strategy bsp"),
+        ("other strategy", "with strategy averaging:period=4 collective fp32 none, and this rank has bsp"),
         ("moved alone", "rank0.pt is missing: the checkpoint was written without dure, or copied without the folder"),
         ("interrupted", "old.ckpt was saved at step 2, and the states in FOLDER/refusals/old.ckpt.dure at step 6: a"),
     ],
