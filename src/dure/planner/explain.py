@@ -155,10 +155,14 @@ DOUBLINGS = 6
 """Doublings of the workers, and halvings of the batch, that are tried."""
 
 
+NO_ANSWER = 0.4
+"""Share of the seconds of a plan in which the reason for having no answer is looked for."""
+
+
 def no_answer(scene: Scene, search: Found, within: float) -> str:
     """A sentence with what makes an answer possible, where a search within so many seconds has none."""
     if not search.left:
-        return smallest_change(scene, search.refused, Deadline(within))
+        return smallest_change(scene, search.refused, Deadline(NO_ANSWER * within))
     enough = _enough(scene, within)
     return (
         f"no strategy could be timed within {within:g} seconds for {scene.workers} workers: their number makes a "
@@ -177,9 +181,10 @@ def _enough(scene: Scene, within: float) -> float:
         for kind in scene.cluster.machines
     )
     fewer = scene.on(scene.cluster.changed(machines=kinds, events=()))
-    limit = Deadline(within)
+    limit = Deadline(NO_ANSWER * within)
     list(timings([fewer], [(0, PLAIN)], limit))
-    return max(4 * within, 8 * (within - (limit.left or 0.0)) * scene.workers / fewer.workers)
+    taken = NO_ANSWER * within - (limit.left or 0.0)
+    return max(4 * within, 8 * taken * scene.workers / fewer.workers)
 
 
 def smallest_change(scene: Scene, refused: Mapping[str, str], deadline: Deadline) -> str:
