@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 import uuid
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,9 @@ def mark():
 def command(mark, *words):
     environ = {**os.environ, MARK: mark, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen([sys.executable, "-m", "dure", "train", *words], env=environ, **pipes)
+    # A shell starts what it runs in the background with SIGINT ignored, and tests inherit that.
+    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    return subprocess.Popen([sys.executable, "-m", "dure", "train", *words], env=environ, preexec_fn=heard, **pipes)
 
 
 def marked(mark):

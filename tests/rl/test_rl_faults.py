@@ -146,7 +146,7 @@ def test_without_a_checkpoint_the_loss_of_a_replay_or_of_the_learner_ends_the_ru
 @pytest.mark.parametrize(
     ("environment", "says"),
     [
-        ("raises", "RuntimeError: the emulator lost its socket; it has failed 6 times in a row"),
+        ("raises", r"RuntimeError: the emulator lost its socket \(\S+, line \d+\); it has failed 6 times in a row"),
         ("is_no_number", "the environment gave an observation with NaN or infinity after 1 steps"),
         *soaked(("crashes", "killed by signal 11"), ("exits", "it ended, with exit status 0")),
     ],
