@@ -67,12 +67,12 @@ class Case:
 
 CASES = {
     "collective": Case("bsp collective", steps=4 * STEPS, ordered=True),
-    "ring": Case("bsp collective:algorithm=ring", ordered=True),
-    "pipeline": Case("bsp collective gpipe:stages=2", steps=STEPS // 2, ordered=True),
+    "ring": Case("bsp collective:algorithm=ring", steps=3 * STEPS, ordered=True),
+    "pipeline": Case("bsp collective gpipe:stages=2", steps=STEPS, ordered=True),
     "bsp": Case("bsp ps:shards=2", steps=STEPS // 2, ordered=True),
     "ssp": Case("ssp ps:shards=2"),
     "ssp-1": Case("ssp ps:shards=1"),
-    "downpour": Case("downpour ps:shards=2"),
+    "downpour": Case("downpour ps:shards=2", steps=3 * STEPS),
     "gossip": Case("ad-psgd", steps=24 * STEPS),  # it computes on while the link is down
     # actor 0 and the replay are on host 0, actor 1 is on the other
     "rl": Case("bsp collective", "apex:env=CartPole-v1,actors=2,min_size=200", STEPS // 2, options=()),
