@@ -45,6 +45,7 @@ def test_strategies_are_timed_in_the_order_of_their_bounds(monkeypatch):
     assert found.order[: len(first)] == first
 
 
+@pytest.mark.long
 def test_a_strategy_that_takes_long_keeps_none_of_the_others_from_being_timed(monkeypatch):
     def slowed(scenes, wanted):
         if wanted[1] == "bsp":

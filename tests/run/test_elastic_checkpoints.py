@@ -157,6 +157,7 @@ def losing(tmp_path, fork_server):
         pytest.param("ssp:bound=3 ps", "server 0", marks=pytest.mark.long),
     ],
 )
+@pytest.mark.long
 def test_a_dead_server_takes_an_elastic_run_back_to_the_checkpoint(strategy, victim, losing):
     trial, outcome, (pids, left, _), data = losing(strategy, victim)
     assert len(trial.drivers) == 2

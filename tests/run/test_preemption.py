@@ -115,6 +115,7 @@ def test_a_notice_that_stays_gives_its_worker_up(run, tmp_path, caplog):
     assert f"worker 1 is not started again: it has ended {LIMIT + 1} times in a row without a step" in caplog.text
 
 
+@pytest.mark.long
 def test_the_notice_of_the_launchers_machine_ends_the_run_with_a_checkpoint(tmp_path):
     notice = tmp_path / "preempted"
     words = ["--workers", "2..3", "--epochs", "100", "--checkpoint-every", "100000", "--data", str(tmp_path)]

@@ -123,6 +123,7 @@ def test_a_worker_of_a_gossip_is_replaced_when_the_others_are_at_their_end(run):
     assert outcome.totals.per_worker["worker 1"]["steps"] == STEPS
 
 
+@pytest.mark.long
 def test_a_dead_worker_of_a_checkpoint_goes_on_after_its_last_report(tmp_path, run):
     options = {"out": tmp_path / "run", "checkpoint_every": 100, "data": tmp_path}
     trial, outcome = run("waits_now_and_then", "downpour ps", Kills("worker 1"), **options, replace=False)

@@ -155,6 +155,7 @@ def test_the_lease_of_a_killed_worker_goes_to_others(elastic):
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two processors")
+@pytest.mark.long
 def test_a_run_that_nobody_scales_grows_to_one_worker_for_each_processor(elastic):
     sizes = []
     plan = Plan(
@@ -167,6 +168,7 @@ def test_a_run_that_nobody_scales_grows_to_one_worker_for_each_processor(elastic
     assert samples == dict.fromkeys(range(SAMPLES), 5)
 
 
+@pytest.mark.long
 def test_workers_that_only_start_leave_at_once(elastic):
     def stopping(name):
         """Stop a worker as soon as its process is there: before the next one has started, it would be at work."""
