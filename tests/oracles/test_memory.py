@@ -87,7 +87,7 @@ ONE_SLOW = Cluster(machines=(machines(WORKERS - 1), machines(1, speed=0.2)))
 
 
 def held_by(strategy: str, **options: Any) -> Held:
-    """What a run of `strategy` holds at step boundaries and at its end."""
+    """The memory that a run of `strategy` holds at step boundaries and at its end."""
     given = {"job": "digits-mlp", "on": "virtual", "batch_size": 16, "steps": 9, **options}
     setup, cluster = resolve(TrainConfig(strategy=strategy, **given), Prebuilt(cluster=ONE_SLOW))
     assert cluster is not None

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import re
 import time
 
@@ -25,7 +26,7 @@ from dure.planner.commands import Command
 from dure.planner.learning import learned
 from dure.planner.options import PlanOptions
 from dure.planner.plan import LARGE, plan
-from dure.planner.side_by_side import NEVER
+from dure.planner.side_by_side import Deadline
 from dure.planner.sweeps import of_workers, sweeps, with_bandwidth, with_equal_workers, without_limits
 from dure.planner.timing import largest_memory, setup_in, timed
 from dure.report.labels import seconds_text
@@ -124,7 +125,7 @@ def test_a_target_that_nothing_reaches_is_said_to_be_so():
 
 def test_a_step_of_two_samples_has_sweeps():
     here = Scene(load_job("digits-mlp"), Cluster.uniform(2), 2)
-    assert sweeps(here, ["bsp", "averaging:period=4"], NEVER)["batch"].at == [1, 2, 4, 8]
+    assert sweeps(here, ["bsp", "averaging:period=4"], Deadline(math.inf))["batch"].at == [1, 2, 4, 8]
 
 
 def test_the_answer_says_that_others_were_not_timed():

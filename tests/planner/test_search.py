@@ -1,5 +1,6 @@
 """The search of a plan: what is timed, and until when."""
 
+import math
 import time
 
 import pytest
@@ -10,8 +11,9 @@ from dure.planner import side_by_side
 from dure.planner.bound import least_seconds
 from dure.planner.candidates import Scene, shape_of, single
 from dure.planner.search import search
-from dure.planner.side_by_side import NEVER, Deadline
+from dure.planner.side_by_side import Deadline
 from dure.runtime.virtual.cluster import Cluster, Link, Machines
+from dure.runtime.virtual.compute import Constant, Trace
 
 
 def scene(memory):
@@ -36,7 +38,7 @@ def test_strategies_are_timed_in_the_order_of_their_bounds(monkeypatch):
     monkeypatch.setattr(searching, "timings", noted)
     monkeypatch.setattr(side_by_side, "_timed", lambda scenes, wanted: "it is refused.")
     here = scene(None)
-    found = search(here, NEVER)
+    found = search(here, Deadline(math.inf))
     assert timed[0] == ["bsp"]
     bounds = [least_seconds(here, strategy) for strategy in timed[1]]
     assert bounds == sorted(bounds)
@@ -67,7 +69,7 @@ def test_no_strategy_is_faster_than_its_bound(gbits, workers):
     link = Link(bandwidth=gbits * 1.25e8)
     kinds = (Machines(count=3, workers=workers), Machines(count=1, workers=workers, speed=0.6))
     here = Scene(load_job("digits-mlp"), Cluster(machines=kinds, link=link), 32 * 4 * workers)
-    found = search(here, NEVER)
+    found = search(here, Deadline(math.inf))
     assert len(found.rows) > 20
     for row in found.rows:
         # durations of workers that do not meet are drawn with a spread of 2 %
@@ -85,3 +87,11 @@ def test_the_bound_of_plain_data_parallelism_is_that_of_the_ring_and_the_slowest
     fast = Scene(job, Cluster(machines=kinds, link=Link(bandwidth=1e12)), 128)
     step = kinds[0].compute.mean(32 * job.flops_per_sample)
     assert least_seconds(fast, "bsp") == pytest.approx(step / 0.5)
+
+
+@pytest.mark.parametrize("compute", [Trace(durations=[0.01, 0.02]), Constant(seconds=0.01)])
+def test_steps_of_stated_seconds_have_a_bound_though_no_speed(compute):
+    here = Scene(load_job("digits-mlp"), Cluster(machines=(Machines(count=4, compute=compute),)), 128)
+    assert least_seconds(here, "bsp") >= 0.01
+    for strategy in single(shape_of(here)):
+        assert least_seconds(here, strategy) >= 0

@@ -1,5 +1,6 @@
 """Timings on several processes are those of one process, in order."""
 
+import math
 import os
 import signal
 import time
@@ -10,7 +11,7 @@ import pytest
 from dure.job.job import load_job
 from dure.planner import side_by_side
 from dure.planner.candidates import Scene
-from dure.planner.side_by_side import NEVER, Deadline, timings
+from dure.planner.side_by_side import Deadline, timings
 from dure.planner.timing import Timing
 from dure.runtime.virtual.cluster import Cluster
 
@@ -25,9 +26,9 @@ def scenes():
 
 def test_processes_find_what_one_process_finds(scenes, monkeypatch):
     monkeypatch.setattr(side_by_side, "usable_processors", lambda: 2)
-    apart = list(timings(scenes, WANTED, NEVER))
+    apart = list(timings(scenes, WANTED, Deadline(math.inf)))
     monkeypatch.setattr(side_by_side, "usable_processors", lambda: 1)
-    assert list(timings(scenes, WANTED, NEVER)) == apart
+    assert list(timings(scenes, WANTED, Deadline(math.inf))) == apart
     assert [each for each, _ in apart] == WANTED
     assert [type(timing) for _, timing in apart] == [Timing, Timing, str, Timing]
     assert "3" in apart[2][1]
@@ -73,7 +74,7 @@ def test_a_process_that_is_killed_costs_only_its_own_timing(scenes, monkeypatch)
 
     monkeypatch.setattr(side_by_side, "usable_processors", lambda: 2)
     monkeypatch.setattr(side_by_side, "_timed", dying)
-    found = [timing for _, timing in timings(scenes, WANTED, NEVER)]
+    found = [timing for _, timing in timings(scenes, WANTED, Deadline(math.inf))]
     assert "ended with exit code -9" in found[1]
     assert [found[0], *found[2:]] == [strategy for _, strategy in (WANTED[0], *WANTED[2:])]
 
@@ -91,7 +92,7 @@ def test_processes_end_with_the_one_that_has_made_them(scenes, monkeypatch, tmp_
     monkeypatch.setattr(side_by_side, "_timed", telling)
     parent = os.fork()
     if not parent:
-        for number, _ in enumerate(timings(scenes, WANTED, NEVER)):
+        for number, _ in enumerate(timings(scenes, WANTED, Deadline(math.inf))):
             if number == 2:
                 os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(parent, 0)
@@ -104,7 +105,7 @@ def test_processes_end_with_the_one_that_has_made_them(scenes, monkeypatch, tmp_
 def test_figures_that_processes_measure_are_known_to_later_ones(scenes, monkeypatch):
     monkeypatch.setattr(side_by_side, "usable_processors", lambda: 2)
     assert not scenes[0].model.replica.figures
-    list(timings(scenes, [(0, "bsp 1f1b:stages=2,micro=4")] * 2, NEVER))
+    list(timings(scenes, [(0, "bsp 1f1b:stages=2,micro=4")] * 2, Deadline(math.inf)))
     assert scenes[0].model.replica.figures
 
 

@@ -43,8 +43,10 @@ def _computing(scene: Scene, strategy: str, chosen: Strategy) -> float:
     if isinstance(chosen.partition, Whole) and traits_of(chosen.sync).lockstep and not _quorum(scene, chosen):
         size = config_of(scene, strategy).batch_size or 1
         return max(compute.mean(size * flops) / speed for compute, speed, _ in paces)
-    rates = [count * speed / (compute.mean(flops) - compute.mean(0.0)) for compute, speed, count in paces]
-    return scene.batch / sum(rates)
+    samples = [compute.mean(flops) - compute.mean(0.0) for compute, _, _ in paces]
+    if not all(samples):  # steps of a trace, or of stated seconds, which have no speed
+        return 0.0
+    return scene.batch / sum(count * speed / each for each, (_, speed, count) in zip(samples, paces, strict=True))
 
 
 def _paces(cluster: Cluster) -> Iterator[tuple[Compute, float, int]]:

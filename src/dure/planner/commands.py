@@ -106,8 +106,8 @@ def ddp_script(job: Job, text: str | None, data: Path | None, *, workers: int, b
     """The script that trains `job`, started by `line`; None if no optimizer of PyTorch equals the job's.
 
     `text` names the job as `load_job` takes it, and `data` the folder of its data sets. A job without a text is an
-    object of the caller's: the script then names `make_job`, a function of theirs. What is to be filled in is said in
-    its first lines.
+    object of the caller's: the script then names `make_job`, a function of theirs. Its first lines name what the
+    user has to fill in.
     """
     optimizer = _optimizer(job)
     if optimizer is None:

@@ -47,8 +47,6 @@ class Deadline:
         return self if self.left is None else Deadline(share * self.left, self._clock)
 
 
-NEVER = Deadline(math.inf)
-
 Wanted = tuple[int, str]
 """The number of a scene, and a strategy."""
 

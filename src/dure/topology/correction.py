@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import torch
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import ClassVar, Protocol, runtime_checkable
 
 
 @dataclass(slots=True)

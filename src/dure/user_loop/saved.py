@@ -33,7 +33,7 @@ FORMAT = 2
 
 FORM = {"strategy": str, "rank": int, "world_size": int, "model": str, "clock": int}
 FORM_OF_REPLICA = {"tensors": dict, "plain": dict, "kind": str, "optimizer": dict}
-"""What a state has, and where replicas differ between two meetings: `kind` is the class of the optimizer."""
+"""The entries of a state, and those that it has besides where replicas differ. `kind` is the class of the optimizer."""
 
 
 def model_text(replica: Replica) -> str:
