@@ -24,7 +24,8 @@ from _script import ROOT, parse, told
 
 import dure
 from dure.job.job import Job, load_job
-from dure.runtime.virtual.cluster import Cluster, InsideLink, Link, Machines
+from dure.runtime.virtual.accelerators import InsideLink
+from dure.runtime.virtual.cluster import Cluster, Link, Machines
 from dure.runtime.virtual.compute import Constant
 from dure_jobs.transformers import base_shapes
 from dure_jobs.vgg16 import vgg16_shapes

@@ -14,7 +14,8 @@ from dure.job.models.mlp import mlp
 from dure.partition.blocks import blocks_of
 from dure.partition.cut import Level, Speeds, cut_of, plan
 from dure.partition.profile import BlockProfile, Profile, counted, timed
-from dure.runtime.virtual.cluster import Cluster, InsideLink, Link, Machines
+from dure.runtime.virtual.accelerators import InsideLink
+from dure.runtime.virtual.cluster import Cluster, Link, Machines
 from dure.runtime.virtual.compute import Constant
 from dure_jobs.vgg16 import vgg16_shapes
 

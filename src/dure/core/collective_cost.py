@@ -112,12 +112,17 @@ class HostedRanks:
 
 
 class Cost(NamedTuple):
-    """Cost of one collective: its seconds, and the bytes and messages of each rank."""
+    """Cost of one collective: its seconds, and the bytes and messages of each rank.
+
+    `local` and `local_received`: the bytes of `sent` and `received` that stay within a machine, where that is known.
+    """
 
     seconds: float
     sent: tuple[int, ...]
     received: tuple[int, ...]
     messages: tuple[int, ...]
+    local: tuple[int, ...] = ()
+    local_received: tuple[int, ...] = ()
 
 
 def chunk_bytes(numel: int, ranks: int, itemsize: int = 4) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from dure.core.node import Ghost
+from dure.core.step_shape import StepShape
 from dure.core.user_code import explain_user_errors
 from dure.errors import ReplicaError, UsageError
 from dure.job.data.dataset import Data, mapped
@@ -37,6 +38,8 @@ class InitialModel:
         self._seed = seed
         self._timing_only = timing_only
         self._device = device
+        self.step_shapes: dict[object, StepShape] = {}
+        """The shapes of this job's steps, by what they depend on; a plan's timings share them."""
         self.code_rates: dict[tuple[str, float], float] = {}
         """Bytes per value that codecs, at a scale of the values, send of this job's gradients; for timing-only runs."""
 

@@ -86,6 +86,7 @@ class Job:
     schedule: Schedule | str | None = None
     stages: Callable[[nn.Module], Sequence[nn.Module]] | None = None
     companions: Companions | None = None
+    block_seconds: Sequence[tuple[float, float]] | None = None
 
     def __post_init__(self) -> None:
         if hasattr(self.model, "named_parameters") and not isinstance(self.model, type):

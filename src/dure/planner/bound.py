@@ -67,7 +67,7 @@ def _communicating(scene: Scene, chosen: Strategy) -> float:
     if cluster.host is not None:
         return 0.0
     machines = sum(kind.count for kind in cluster.machines)
-    card = min((kind.link or cluster.link).bandwidth for kind in cluster.machines)
+    card = min(map(cluster.network_bandwidth, cluster.machines))
     nbytes = _message(scene, chosen) / getattr(sync, "period", getattr(sync, "n_push", 1))
     # Small messages wait for no others, so a card has no speed for them.
     if isinstance(topology, Collective):

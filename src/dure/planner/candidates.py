@@ -107,6 +107,7 @@ class Shape:
     workers: int
     per_machine: int
     one_host: bool
+    accelerated: bool
     blocks: int
     batch: int
     has_rows: bool
@@ -126,7 +127,13 @@ def shape_of(scene: Scene) -> Shape:
         blocks = 1
     per_machine = min(kind.workers for kind in cluster.machines)
     return Shape(
-        scene.workers, per_machine, cluster.host is not None, blocks, scene.batch, has_rows=job.rows is not None
+        scene.workers,
+        per_machine,
+        cluster.host is not None,
+        cluster.accelerated,
+        blocks,
+        scene.batch,
+        has_rows=job.rows is not None,
     )
 
 
@@ -188,10 +195,11 @@ def wide(shape: Shape) -> Iterator[str]:
 
 
 def _topologies(shape: Shape) -> Iterator[str]:
-    for algorithm in ("halving-doubling", "tree"):
+    # The engine of accelerators chooses between a ring and a tree itself, and the others are messages over cores.
+    for algorithm in () if shape.accelerated else ("halving-doubling", "tree"):
         yield f"{PLAIN} collective:algorithm={algorithm}"
     if 1 < shape.per_machine < shape.workers:
-        for algorithm in ("hierarchical", "torus"):
+        for algorithm in ("hierarchical",) if shape.accelerated else ("hierarchical", "torus"):
             yield f"{PLAIN} collective:algorithm={algorithm}"
     for servers in _servers(shape):
         yield f"{PLAIN} {servers}"

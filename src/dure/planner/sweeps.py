@@ -12,7 +12,8 @@ from dure.planner.candidates import Scene
 from dure.planner.ranking import Ranked, in_order, ranked
 from dure.planner.side_by_side import Deadline, timings
 from dure.planner.timing import Timing
-from dure.runtime.virtual.cluster import Cluster, InsideLink, Link
+from dure.runtime.virtual.accelerators import InsideLink
+from dure.runtime.virtual.cluster import Cluster, Link
 from dure.runtime.virtual.compute import Compute, Constant, LogNormal, Trace
 
 L = TypeVar("L", Link, InsideLink)
@@ -61,7 +62,7 @@ def of_workers(cluster: Cluster, workers: int) -> Cluster | None:
     if len(cluster.machines) > 1 or isinstance(kind.speed, tuple) or cluster.events:
         return None
     if kind.count == 1 and kind.workers > 1:
-        return cluster.changed(machines=(kind.changed(workers=workers),))
+        return cluster.changed(machines=(kind.with_workers(workers),))
     if workers % kind.workers:
         return None
     return cluster.changed(machines=(kind.changed(count=workers // kind.workers),))

@@ -102,16 +102,17 @@ def simulated_workers(setup: Setup, cluster: Cluster) -> int:
     """The workers of one replica where all replicas are alike; otherwise all.
 
     Replicas are alike if they have equal batches and equal machines of constant speed, meet in each step in collectives
-    alone, and share no card and no cores of a machine with another replica.
+    alone, and send no messages of their own over a card that another replica uses.
     """
-    alike = _in_step(setup) and _equal(cluster) and setup.parts % cluster.machines[0].workers == 0
+    alone = setup.parts == 1 or setup.parts % cluster.machines[0].workers == 0
+    alike = _in_step(setup) and _equal(cluster) and alone
     return setup.parts if alike and len(set(setup.batch_sizes)) == 1 else setup.workers
 
 
 def _in_step(setup: Setup) -> bool:
     """Whether replicas meet in the engine's collectives alone: encoded gradients and other algorithms are messages."""
     strategy, topology = setup.strategy, setup.strategy.topology
-    engine = isinstance(topology, Collective) and topology.algorithm == "engine"
+    engine = isinstance(topology, Collective) and setup.topology.uses_engine
     return engine and isinstance(strategy.codec, Float32) and traits_of(strategy.sync).lockstep
 
 

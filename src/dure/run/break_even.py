@@ -86,7 +86,7 @@ def break_even_summary(setup: Setup, totals: Totals, cluster: Cluster | None) ->
 def _links(cluster: Cluster) -> list[float]:
     """The bandwidth of the network card of each worker."""
     machines = map(cluster.machine_of, range(cluster.workers))
-    return [cluster.link_of(machine).bandwidth for machine in machines]
+    return [cluster.bandwidth_of(machine) for machine in machines]
 
 
 def break_even(coding: float, sent: StepBytes) -> float | None:

@@ -13,6 +13,7 @@ from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from dure.core.accelerator_cost import ALL_REDUCES
 from dure.errors import StrategyError, UsageError
 from dure.job.companions import Companions
 from dure.job.data.split import IID, Striped
@@ -32,7 +33,7 @@ from dure.run.devices import AUTO, CPU, check_use, devices_of, first_of
 from dure.run.memory import check_worker_memory
 from dure.run.places import is_started_outside, takes_address
 from dure.run.prebuilt import Prebuilt
-from dure.run.setup import Setup, check_rates
+from dure.run.setup import BY_ENGINE, Setup, check_rates
 from dure.run.strategy import Strategy, check_codec_name, member_text
 from dure.runtime.launch.rendezvous import RankEnvironment, place
 from dure.runtime.virtual.cluster import Cluster
@@ -89,7 +90,10 @@ def resolve(config: TrainConfig, prebuilt: Prebuilt = Prebuilt()) -> tuple[Setup
     devices = (first_of if takes_address(config.on) else look)(asked, workers)
     device = devices[0] if config.virtual else CPU
     speeds = _speeds(cluster, job, strategy.partition, machines, sizes, prebuilt.times)
-    setup = Setup(config, job, strategy, workers, machines, sizes, steps, every, absent, devices, device, speeds)
+    by_engine = frozenset(ALL_REDUCES) if cluster is not None and cluster.accelerated else BY_ENGINE
+    setup = Setup(
+        config, job, strategy, workers, machines, sizes, steps, every, absent, devices, device, speeds, by_engine
+    )
     if prebuilt.model is not None:
         setup.__dict__["model"] = prebuilt.model
     _check(setup, cluster)
@@ -251,7 +255,7 @@ def _speeds(
     bandwidths = [
         cluster.inside_of(here).bandwidth
         if here == there
-        else min(cluster.link_of(here).bandwidth, cluster.link_of(there).bandwidth)
+        else min(cluster.bandwidth_of(here), cluster.bandwidth_of(there))
         for here, there in borders
     ]
     return Speeds(seconds, min(bandwidths, default=math.inf), call, times)

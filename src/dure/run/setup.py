@@ -65,6 +65,10 @@ def own_machines(deployment: Deployment) -> list[str]:
     return [str(node.id) for node in companions_of(deployment) if node.beside is None]
 
 
+BY_ENGINE = frozenset({"engine"})
+"""The algorithm of collectives that is the engine's on CPUs."""
+
+
 @dataclass(frozen=True)
 class Setup:
     """A job under a strategy, for `workers` ranks on `machines`, of which the `absent` ones join later.
@@ -72,7 +76,7 @@ class Setup:
     `batch_sizes` holds the mini-batch size of each worker. `steps` are mini-batches per worker, `eval_every` the
     mini-batches between evaluations. `devices` holds the device of each worker's replica, all on the CPU if empty;
     `device` is that of the replicas in this process. `speeds` of a virtual cluster: for the cuts of a
-    pipeline.
+    pipeline. `reduced_by_engine`: the algorithms of collectives that are the engine's.
     """
 
     config: TrainConfig
@@ -87,6 +91,7 @@ class Setup:
     devices: tuple[str, ...] = ()
     device: str = CPU
     speeds: Speeds = ANY
+    reduced_by_engine: frozenset[str] = BY_ENGINE
 
     # ---- the method
 
@@ -247,6 +252,7 @@ class Setup:
             seed=config.seeded,
             timing_only=config.timing_only,
             virtual=config.virtual,
+            reduced_by_engine=self.reduced_by_engine,
             codec=self.codec,
             method=needs,
             draw_samplers=self.data.draw_samplers,

@@ -29,6 +29,7 @@ from dure.run.checkpoint import fitting
 from dure.run.history import RunCounts
 from dure.run.outcome import Outcome, Totals, count_stages, figures_of
 from dure.run.servers import build_server
+from dure.run.step_shape import slices_of, step_shape
 from dure.run.strategy import codec_name
 from dure.run.virtual_companions import VirtualCompanions
 from dure.run.virtual_history import VirtualHistory, VirtualModel
@@ -197,16 +198,20 @@ class VirtualSegment:
     def _runtime(self) -> VirtualRuntime:
         setup, run = self.setup, self.whole
         hosts = run.cluster.placed(setup.deployment.places())
+        shape = step_shape(setup, run.cluster)
         weights = np.random.default_rng((setup.config.seeded, self.checkpoint_step, WEIGHTS_STREAM))
         return VirtualRuntime(
             run.cluster,
-            lambda kernel: Network(run.cluster, kernel, hosts, weights),
+            lambda kernel: Network(
+                run.cluster, kernel, hosts, weights, getattr(setup.strategy.topology, "algorithm", "engine")
+            ),
             run.gradient_engine,
             seed=setup.config.seeded,
             start=self.started,
             trace=setup.config.trace,
             codec=cost_of(codec_name(setup.strategy.codec), run.cluster.codecs),
-            slices=setup.topology.slices,
+            slices=slices_of(setup, shape),
+            shape=shape,
         )
 
     def _history(self) -> VirtualHistory:

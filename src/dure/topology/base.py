@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from dure.codec.base import Codec
     from dure.core.meter import Meter
     from dure.core.node import Group, Node, Service
-    from dure.core.vectors import Ranges
+    from dure.core.vectors import Range, Ranges
     from dure.job.gradient_engine import GradientEngine
     from dure.job.initial_model import InitialModel
     from dure.job.job import Job
@@ -80,8 +80,9 @@ class RunPlan:
     """The properties of a run that its topology uses.
 
     `absent` ranks join later. `machines` has the machine of each worker. A `timing_only` run moves sizes without
-    values. In a `virtual` run all nodes live in this process. Without a `codec` updates travel as they are. `memory` is
-    shared with other processes of this machine, `mapped_memory` is owned by another process.
+    values. In a `virtual` run all nodes live in this process. `reduced_by_engine` has the algorithms of collectives
+    that are the engine's. Without a `codec` updates travel as they are. `memory` is shared with other processes of this
+    machine, `mapped_memory` is owned by another process.
     """
 
     job: Job
@@ -92,6 +93,7 @@ class RunPlan:
     seed: int
     timing_only: bool
     virtual: bool
+    reduced_by_engine: Collection[str]
     codec: Codec | None
     method: MethodNeeds
     draw_samplers: Callable[[], list[Any]]
@@ -260,12 +262,14 @@ class Topology:
         return size(self.ranges[number]) if self.ranges else self.plan.replica.numel
 
     @property
+    def slice_ranges(self) -> list[Range]:
+        """The slices of a gradient that are summed while the rest is computed, in the order of backward."""
+        return cut(self.plan.replica, without=self.apart) if self.uses_engine else []
+
+    @property
     def slices(self) -> list[tuple[int, float]]:
-        """The slices of a gradient that are summed while the rest is computed (`VirtualRuntime.slices`)."""
-        if not self.uses_engine:
-            return []
-        replica = self.plan.replica
-        return [(stop - start, start / replica.numel) for start, stop in cut(replica, without=self.apart)]
+        """These slices as `VirtualRuntime.slices`, where backward completes equally many parameters in each second."""
+        return [(stop - start, start / self.plan.replica.numel) for start, stop in self.slice_ranges]
 
     @property
     def apart(self) -> Sequence[int]:

@@ -21,7 +21,8 @@ from tyro.conf import arg
 from dure.core.cost import CodecCost
 from dure.core.regular_file import check_output
 from dure.errors import UsageError
-from dure.runtime.virtual.cluster import Cluster, InsideLink, Link, Machines
+from dure.runtime.virtual.accelerators import InsideLink
+from dure.runtime.virtual.cluster import Cluster, Link, Machines
 from dure.runtime.virtual.compute import Constant
 from dure_studies import bert_albert_methods
 from dure_studies.bert_albert_methods import BATCH, TOKENS, WORKERS

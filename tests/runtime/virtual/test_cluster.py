@@ -15,7 +15,8 @@ from dure.codec.cost import cost_of
 from dure.core import units
 from dure.core.catalogue import combines, load
 from dure.errors import ClusterError
-from dure.runtime.virtual.cluster import Cluster, Event, InsideLink, Link, Machines, ServerMachines, SharedHost
+from dure.runtime.virtual.accelerators import InsideLink
+from dure.runtime.virtual.cluster import Cluster, Event, Link, Machines, ServerMachines, SharedHost
 from dure.runtime.virtual.compute import Constant, LogNormal, Pareto, ShiftedExponential, Trace
 
 FULL = """

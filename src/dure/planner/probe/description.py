@@ -15,7 +15,8 @@ from dure.core.cost import Fit, _rounded, codec_cost, fit
 from dure.planner.probe.measure import Figures
 from dure.planner.probe.short_runs import Steps, slow_among
 from dure.planner.probe.short_runs import described as described_steps
-from dure.runtime.virtual.cluster import Cluster, InsideLink, Link, Machines, RoundCost, ServerMachines, SharedHost
+from dure.runtime.virtual.accelerators import InsideLink
+from dure.runtime.virtual.cluster import Cluster, Link, Machines, RoundCost, ServerMachines, SharedHost
 from dure.runtime.virtual.compute import Compute, Constant, LogNormal
 
 MOST_SHARE = 0.95

@@ -31,7 +31,14 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import yaml
-from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    PlainSerializer,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 from dure.core import units
 from dure.core.collective_cost import HEADER, SMALL
@@ -41,6 +48,7 @@ from dure.core.text import quoted
 from dure.core.units import PositiveSeconds, Seconds, Size
 from dure.core.validated import FieldError, Validated, read_yaml_file
 from dure.errors import ClusterError
+from dure.runtime.virtual.accelerators import Card, Engine, InsideLink
 from dure.runtime.virtual.compute import Compute, Constant, Durations, Factor, Speed
 
 Rate = Annotated[float, BeforeValidator(units.rate), PlainSerializer(units.as_rate, when_used="json")]
@@ -64,20 +72,11 @@ class Link(Validated):
     latency: Seconds = 1e-4
 
 
-class InsideLink(Validated):
-    """The link of a worker to the other workers of its machine: bytes per second in each direction, and latency.
-
-    Each worker has such a link of its own. The default is a PCIe 3.0 slot of 16 lanes: 12 of its 15.75 GB/s, and 10 us.
-    """
-
-    bandwidth: MemoryRate = 12e9
-    latency: Seconds = 10e-6
-
-
 class Machines(Validated):
     """`count` machines of one kind, with `workers` workers on each, which share the machine's `link` and `cores`.
 
-    The defaults of `link` and `inside` are those of the cluster. `speed` divides the duration of every step: a number,
+    `gpus` in place of `workers`: their collectives are those of the engine of accelerators, over `card`. The defaults
+    of `link`, `inside` and `card` are those of the cluster. `speed` divides the duration of every step: a number,
     one number for each worker, or a distribution from which each worker draws once (`lognormal` with sigma, `uniform`
     from low to high). `memory`: bytes of memory of each worker; None: without limit. `price`: of an hour of a machine,
     in any currency; a plan then shows costs.
@@ -85,6 +84,7 @@ class Machines(Validated):
 
     count: int = Field(default=1, ge=1)
     workers: int = Field(default=1, ge=1)
+    gpus: int | None = Field(default=None, ge=1)
     compute: Compute = Constant()
     speed: Speed = 1.0
     cores: Cores = 4
@@ -92,6 +92,38 @@ class Machines(Validated):
     price: Price | None = None
     link: Link | None = None
     inside: InsideLink | None = None
+    card: Card | None = None
+
+    def changed(self, **values: Any) -> Machines:
+        kept = {name: getattr(self, name) for name in type(self).model_fields if name != "workers" or not self.gpus}
+        return Machines(**kept | values)
+
+    def with_workers(self, workers: int) -> Machines:
+        """These machines with another number of workers on each."""
+        return self.changed(**{"gpus" if self.gpus else "workers": workers})
+
+    @model_validator(mode="before")
+    @classmethod
+    def _gpus_are_workers(cls, values: Any) -> Any:
+        gpus = values.get("gpus") if isinstance(values, dict) else None
+        if gpus is None:
+            return values
+        if "workers" in values:
+            problem = f"gpus: {quoted(gpus)} is the number of workers, which are accelerators: leave `workers` out"
+            raise FieldError(("workers",), problem)
+        return {**values, "workers": gpus}
+
+    @model_serializer(mode="wrap")
+    def _without_workers_of_gpus(self, dumped: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        found: dict[str, Any] = dumped(self)
+        return {name: value for name, value in found.items() if name != "workers" or not self.gpus}
+
+    @model_validator(mode="after")
+    def _cards_of_accelerators(self) -> Machines:
+        if self.gpus is None and self.card is not None:
+            problem = "cards are those of accelerators: write gpus in place of workers, or leave card out"
+            raise FieldError(("card",), problem)
+        return self
 
     @model_validator(mode="after")
     def _one_speed_each(self) -> Machines:
@@ -186,6 +218,7 @@ class Cluster(Validated):
     `codecs`: the cost of codecs by name; others cost what their classes state (`codec.cost`).
     `host`: if given, all workers and servers are processes of this one machine.
     `inside`: the link between workers of one machine.
+    `card`, `engine`: the cards of machines with `gpus`, and the engine of their collectives.
     `hosts`: names of the hosts that `dure probe` measured for this description; empty if it was written by hand.
     """
 
@@ -193,6 +226,8 @@ class Cluster(Validated):
     servers: ServerMachines = ServerMachines()
     link: Link = Link()
     inside: InsideLink = InsideLink()
+    card: Card = Card()
+    engine: Engine = Engine()
     host: SharedHost | None = None
     alpha: Seconds = 20e-6
     beta: PerByte = 0.1e-9
@@ -219,6 +254,19 @@ class Cluster(Validated):
         if self.host is not None and several is not None:
             problem = "`host` places all workers on one machine: write their number as count, or leave `host` out"
             raise FieldError(("machines", several, "workers"), problem)
+        return self
+
+    @model_validator(mode="after")
+    def _accelerators_everywhere(self) -> Cluster:
+        without = next((i for i, kind in enumerate(self.machines) if kind.gpus is None), None)
+        if without is not None and any(kind.gpus for kind in self.machines):
+            problem = (
+                "other machines have `gpus`, and one engine reduces for all: write gpus for all kinds, or for none"
+            )
+            raise FieldError(("machines", without, "gpus"), problem)
+        if self.host is not None and self.accelerated:
+            problem = "`host` has processes on the cores of one machine: leave it out, or write workers"
+            raise FieldError(("machines", 0, "gpus"), problem)
         return self
 
     @model_validator(mode="after")
@@ -306,6 +354,17 @@ class Cluster(Validated):
         return list(found)
 
     @cached_property
+    def accelerated(self) -> bool:
+        """Whether the workers are accelerators, with an engine of their own for collectives."""
+        return self.machines[0].gpus is not None
+
+    @cached_property
+    def engine_in_use(self) -> Engine:
+        """The engine; without a spread of its own where the durations of steps have a distribution."""
+        constant = all(isinstance(kind.compute, Constant) for kind in self.machines)
+        return self.engine if constant else self.engine.changed(spread=0.0)
+
+    @cached_property
     def workers(self) -> int:
         """Number of workers, on all machines."""
         return sum(kind.count * kind.workers for kind in self.machines)
@@ -344,6 +403,31 @@ class Cluster(Validated):
         own = self._kinds[machine].inside if machine < len(self._kinds) else None
         return own or self.inside
 
+    def network_bandwidth(self, kind: Machines) -> float:
+        """Bytes per second of all network cards of a machine of a kind."""
+        nominal, card = (kind.link or self.link).bandwidth, kind.card or self.card
+        return nominal if kind.gpus is None else card.count * card.bandwidth(nominal)
+
+    def card_of(self, machine: int) -> Card | None:
+        """The cards of a machine of accelerators; None for another, which has one."""
+        if not self.accelerated or machine >= len(self._kinds):
+            return None
+        return self._kinds[machine].card or self.card
+
+    def bandwidth_of(self, machine: int) -> float:
+        """Bytes per second of each network card of a machine."""
+        card, nominal = self.card_of(machine), self.link_of(machine).bandwidth
+        return nominal if card is None else card.bandwidth(nominal)
+
+    def card_number(self, place: int) -> int:
+        """The number of the card of a place among those of its machine: neighbors share one."""
+        machine = self.machine_of(place)
+        card = self.card_of(machine)
+        if card is None or card.count == 1:
+            return 0
+        kind = self._kinds[machine]
+        return self._places[place] % kind.workers * min(card.count, kind.workers) // kind.workers
+
     def cores_of(self, machine: int) -> int:
         """The cores of a machine."""
         return self._kinds[machine].cores if machine < len(self._kinds) else self.servers.cores
@@ -353,8 +437,9 @@ class Cluster(Validated):
         return self._kinds[self.machine_of(worker)].memory
 
     def latency(self, here: int, there: int) -> float:
-        """Latency between two machines, in seconds: the larger of the latencies of their links."""
-        return max(self.link_of(here).latency, self.link_of(there).latency)
+        """Latency between two machines, in seconds: the larger of their links' latencies, or of their cards' hops."""
+        cards = [card.hop for card in (self.card_of(here), self.card_of(there)) if card is not None]
+        return max(cards) if len(cards) == 2 else max(self.link_of(here).latency, self.link_of(there).latency)
 
     def durations(self, worker: int, seed: int) -> Durations:
         """Stream of the durations of a worker's steps: the same for the same description, worker and seed."""

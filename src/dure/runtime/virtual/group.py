@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dure.core.node import Ghost, Operation
+from dure.core.step_shape import GradientTensor
 from dure.core.vectors import all_finite, equal_ranges
 from dure.errors import PeerLost
 from dure.job.gradient import Gradient, GradientWork
+from dure.runtime.virtual.buckets import Computed, end_of_step
 
 if TYPE_CHECKING:
     import torch
 
     from dure.core.collective_cost import Cost
     from dure.core.meter import Meter
+    from dure.core.step_shape import StepShape
     from dure.runtime.virtual.cluster import Cluster
     from dure.runtime.virtual.kernel import Kernel
     from dure.runtime.virtual.network import Network
@@ -27,6 +31,7 @@ class GroupRuntime(Protocol):
     network: Network
     cluster: Cluster
     slices: Sequence[tuple[int, float]]
+    shape: StepShape
     groups: dict[Sequence[int], Any]
 
     @property
@@ -210,8 +215,8 @@ class VirtualGroup:
     def mean_gradient(self, work: GradientWork, share: float) -> Operation[Gradient]:
         """Compute the group's mean gradient; its first slices are reduced while backward computes the last.
 
-        The slices are those of a real run (`overlap.cut`). Backward runs from the last parameter to the first, at an
-        even rate.
+        The slices are those of a real run (`overlap.cut`), the buckets those of the library of accelerators. Backward
+        completes gradients at the times of the step's shape.
         """
         runtime, collective_rounds, node = self.node.runtime, self.collective_rounds, self.node
         operation: Operation[Gradient] = Operation(runtime.kernel, "the group's mean gradient")
@@ -254,14 +259,29 @@ class VirtualGroup:
 
     def _slices_sent(self, started: Mapping[int, float], ended: Mapping[int, float], gradient: torch.Tensor) -> float:
         """Time at which the last slice is reduced: slices in turn, each once all members have computed it."""
-        backward, slices = self.node.runtime.cluster.backward, self.node.runtime.slices
-        itemsize, free = _itemsize(gradient), 0.0
+        runtime, itemsize, free = self.node.runtime, _itemsize(gradient), 0.0
+        backward, slices = runtime.shape.backward, runtime.slices
+        if runtime.cluster.accelerated:
+            return self._buckets_sent(started, ended, gradient)
         for numel, left in slices or [(gradient.numel(), 0.0)]:
             # A slice can leave once the slowest member has computed it; `left` is the share of backward after that.
             there = max(ended[r] - (ended[r] - started[r]) * backward * left for r in ended)
             cost = self.collective_rounds.cost("all_reduce", numel * itemsize, itemsize, gradient=True)
             free = max(free, there) + cost.seconds
         return free
+
+    def _buckets_sent(self, started: Mapping[int, float], ended: Mapping[int, float], gradient: torch.Tensor) -> float:
+        """Time at which an engine of accelerators has reduced the last bucket, and the optimizer has applied it."""
+        runtime, rounds, itemsize = self.node.runtime, self.collective_rounds, _itemsize(gradient)
+        computed = [Computed(started[rank], ended[rank] - started[rank]) for rank in ended]
+        shape = runtime.shape
+        if not shape.tensors:  # the gradient of a part of the model
+            shape = replace(shape, tensors=(GradientTensor(0, gradient.numel(), 1.0),))
+
+        def seconds(nbytes: int) -> float:
+            return rounds.cost("all_reduce", nbytes, itemsize, gradient=True).seconds
+
+        return end_of_step(shape, computed, len(rounds.ranks), runtime.cluster.engine_in_use, itemsize, seconds)
 
 
 def _itemsize(tensor: torch.Tensor) -> int:

@@ -24,6 +24,8 @@ All rules:
   another per pair;
 - messages between workers of one machine do not use the card. Each worker has a link inside the machine, with a queue
   in each direction as that of a card. Alone, a message takes the inner latency + alpha + bytes / inner bandwidth;
+- machines of accelerators have `card.count` cards, and neighbors share one. Messages between their workers take no
+  core: they take the start of the engine and the hop of the card;
 - bytes that stay within a machine are counted separately, as `bytes_local`;
 - where the cluster is one `host`, nodes are processes that share its cores (`runtime.virtual.sharing`): a message takes
   alpha + bytes * beta in the process of its sender, then the latency of the link, then as much in the process of its
@@ -35,7 +37,7 @@ All rules:
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
@@ -43,7 +45,10 @@ from typing import Protocol
 
 import numpy as np
 
+from dure.core import accelerator_cost
+from dure.core.accelerator_cost import Level, Levels
 from dure.core.collective_cost import COLLECTIVES, Cost, HostedRanks, Path, Paths
+from dure.core.deployment import WORKER
 from dure.runtime.virtual.cluster import Cluster
 from dure.runtime.virtual.kernel import Kernel
 from dure.runtime.virtual.sharing import EGRESS, INGRESS, Cores, Process, Processor, SharingQueue, Transfer
@@ -95,8 +100,8 @@ class PlainMessage:
 class Pair:
     """The connection from one node to another; keeps messages in order. `back` is the one in the other direction."""
 
-    __slots__ = ("arrived", "back", "backlog", "beta", "current", "dst", "dst_cpu", "egress", "ingress", "latency",
-                 "local", "queues", "src", "src_cpu", "start", "stretch")  # fmt: skip
+    __slots__ = ("alpha", "arrived", "back", "backlog", "beta", "current", "dst", "dst_cpu", "egress", "ingress",
+                 "latency", "local", "queues", "src", "src_cpu", "start", "stretch")  # fmt: skip
 
     def __init__(self, src: int, dst: int) -> None:
         self.src = src
@@ -107,7 +112,8 @@ class Pair:
         self.start = 0.0  # constant seconds of a message that does not queue
         self.stretch = 0.0  # its seconds per byte
         self.latency = 0.0
-        self.beta = 0.0  # seconds of a core per byte of a message that queues
+        self.alpha = 0.0  # seconds of a core per message that queues
+        self.beta = 0.0  # seconds of a core per byte of it
         self.arrived = 0.0  # time at which the last message arrives or arrived
         self.current: Transfer | None = None
         self.backlog: deque[Message] | None = None  # made when a message first has to wait
@@ -130,24 +136,31 @@ class Network:
     """The cards, cores and messages of `cluster`, in the time of `kernel`.
 
     `places` maps each node to its place in the cluster; see `Cluster.placed`. Methods take a node by name, or by number
-    in the order of `places`. `rng` draws the weights of messages where the cluster has an `unfairness`.
+    in the order of `places`. `rng` draws the weights of messages where the cluster has an `unfairness`. `algorithm` is
+    that of an all-reduce of accelerators (`accelerator_cost.ALL_REDUCES`).
     """
 
     def __init__(
-        self, cluster: Cluster, kernel: Kernel, places: Mapping[str, int], rng: np.random.Generator | None = None
+        self,
+        cluster: Cluster,
+        kernel: Kernel,
+        places: Mapping[str, int],
+        rng: np.random.Generator | None = None,
+        algorithm: str = "engine",
     ) -> None:
         self.cluster = cluster
+        self._algorithm = algorithm
         self.kernel = kernel
         self.names = tuple(places)
         self.ids = {name: i for i, name in enumerate(places)}
         self._alpha, self._beta = cluster.alpha, cluster.beta
         self._header, self._small = cluster.header, cluster.small
         self._place = list(places.values())
+        self._workers = [i for i, name in enumerate(places) if name.startswith(WORKER)]
         self._machine = [cluster.machine_of(place) for place in self._place]
-        self._cards: dict[int, tuple[SharingQueue, SharingQueue]] = {}
+        self._cards: dict[tuple[int, int], tuple[SharingQueue, SharingQueue]] = {}
         self._processors: dict[int, Processor] = {}
         for machine in dict.fromkeys(self._machine):
-            self._cards[machine] = self._both_directions(cluster.link_of(machine).bandwidth)
             self._processors[machine] = Processor(cluster.cores_of(machine))
         self._inner: dict[int, tuple[SharingQueue, SharingQueue]] = {}  # of places whose worker has used it
         self._pairs: dict[tuple[int, int], Pair] = {}
@@ -254,11 +267,15 @@ class Network:
         return NetworkCounters(self.bytes_sent[i], self.bytes_received[i], self.bytes_local[i], self.messages[i])
 
     def count(self, cost: Cost, indices: Sequence[int]) -> None:
-        """Count the bytes and messages of a collective among the nodes `indices`; none of the bytes as local."""
+        """Count the bytes and messages of a collective among the nodes `indices`."""
         for i, sent, received, messages in zip(indices, cost.sent, cost.received, cost.messages, strict=True):
             self.bytes_sent[i] += sent
             self.bytes_received[i] += received
             self.messages[i] += messages
+        for i, sent, received in zip(indices, cost.local, cost.local_received, strict=False):
+            self.bytes_local[i] += sent
+            self.bytes_sent[i] -= sent
+            self.bytes_received[i] -= received
 
     def cost(
         self, kind: str, nbytes: int, nodes: Sequence[str | int], itemsize: int = 4, *, gradient: bool = False
@@ -268,7 +285,27 @@ class Network:
         `kind` is a key of `collective_cost.COLLECTIVES`; `nbytes` is the size of one member's tensor, of elements of
         `itemsize` bytes. The root of a broadcast is the first of `nodes`. `gradient`: it leaves during backward.
         """
-        return COLLECTIVES[kind](nbytes // itemsize, len(nodes), self.paths(nodes, gradient=gradient), itemsize)
+        numel = nbytes // itemsize
+        if self.cluster.accelerated:
+            return accelerator_cost.cost(kind, numel, self.levels(nodes), itemsize, self._algorithm)
+        return COLLECTIVES[kind](numel, len(nodes), self.paths(nodes, gradient=gradient), itemsize)
+
+    def levels(self, nodes: Sequence[str | int]) -> Levels:
+        """The levels of links between `nodes`, workers on machines of accelerators.
+
+        Groups of the run's other workers on the same machines are taken to use the cards at the same time.
+        """
+        cluster, hosts = self.cluster, [self._machine[self.node(node)] for node in nodes]
+        own, present = Counter(hosts), Counter(self._machine[i] for i in self._workers)
+        inside = min((cluster.inside_of(host).ring(ranks) for host, ranks in own.items()))
+        rates, hops = [], []
+        for host, ranks in own.items():
+            card = cluster.card_of(host)
+            assert card is not None  # of accelerators
+            rates.append(card.count * cluster.bandwidth_of(host) * ranks / present[host])
+            hops.append(card.hop)
+        hop_inside = max(cluster.inside_of(host).latency for host in own)
+        return Levels(hosts, cluster.engine.start, Level(inside, hop_inside), Level(min(rates), max(hops)))
 
     def paths(self, nodes: Sequence[str | int], *, gradient: bool = False) -> Paths:
         """The costs of the rounds of a collective among `nodes`, in the order of ranks."""
@@ -293,21 +330,33 @@ class Network:
         here, there = (self._machine[i] for i in ends)
         one, other = (self._place[i] for i in ends)
         pair.src_cpu, pair.dst_cpu = self._processors[here], self._processors[there]
-        pair.egress, pair.ingress = self._cards[here][0], self._cards[there][1]
+        pair.egress, pair.ingress = self._card(one)[0], self._card(other)[1]
         pair.local, pair.queues = here == there, one != other
         if not pair.queues:
             start, stretch = self._alpha, 1.0 / self.cluster.memory_bandwidth
         else:
+            pair.alpha = self._alpha
             if pair.local:
                 pair.egress, pair.ingress = self._inside(one)[0], self._inside(other)[1]
                 pair.latency = self.cluster.inside_of(here).latency
             else:
                 pair.latency = self.cluster.latency(here, there)
                 pair.beta = self._beta
-            start = pair.latency + self._alpha
+            if self.cluster.accelerated and all(self.names[i].startswith(WORKER) for i in ends):
+                pair.latency += self.cluster.engine.start  # the device and the card handle it, and no core
+                pair.alpha = pair.beta = 0.0
+            start = pair.latency + pair.alpha
             stretch = 1.0 / min(pair.egress.bandwidth, pair.ingress.bandwidth)
         constants = self._constants
         pair.start, pair.stretch = constants.setdefault(start, start), constants.setdefault(stretch, stretch)
+
+    def _card(self, place: int) -> tuple[SharingQueue, SharingQueue]:
+        """The two directions of the network card of the node at `place`."""
+        machine = self.cluster.machine_of(place)
+        key = machine, self.cluster.card_number(place)
+        if key not in self._cards:
+            self._cards[key] = self._both_directions(self.cluster.bandwidth_of(machine))
+        return self._cards[key]
 
     def _inside(self, place: int) -> tuple[SharingQueue, SharingQueue]:
         """The two directions of the link of the worker at `place` to the others on its machine."""
@@ -356,7 +405,7 @@ class Network:
         now = self.kernel.now
         handled = now
         # Both hosts handle the message at once, pipelined: the later of the two ends counts.
-        cost = self._alpha + transfer.nbytes * pair.beta
+        cost = pair.alpha + transfer.nbytes * pair.beta
         if cost > 0.0:
             handled = max(pair.src_cpu.reserve(now, cost), pair.dst_cpu.reserve(now, cost))
         self._arrive_at(handled + pair.latency, message)

@@ -35,6 +35,7 @@ from dure.core.node import (
     Work,
     nothing,
 )
+from dure.core.step_shape import StepShape
 from dure.errors import PeerLost, RemoteError
 from dure.job.gradient import GradientWork
 from dure.runtime.virtual.group import VirtualGroup
@@ -514,7 +515,8 @@ class VirtualRuntime:
 
     `detection`: seconds between a crash and its notice by others. `codec`: the cost of the run's codec. `slices`: the
     parts of a gradient that leave during backward, in order, as number of elements and share of backward still to do.
-    Without slices a gradient leaves at the end of backward.
+    Without slices a gradient leaves at the end of backward. `shape` is that of a step, whose tensors are those that an
+    engine of accelerators sums.
     """
 
     def __init__(
@@ -528,8 +530,10 @@ class VirtualRuntime:
         trace: bool = False,
         codec: CodecCost | None = None,
         slices: Sequence[tuple[int, float]] = (),
+        shape: StepShape | None = None,
     ) -> None:
         self.cluster = cluster
+        self.shape = shape or StepShape(cluster.backward, 0.0, ())
         self.codec = codec or CodecCost()
         self.slices = slices
         self.seed = seed
@@ -566,7 +570,7 @@ class VirtualRuntime:
             step = work.step
             if step.seconds is None:
                 step.seconds = self.durations[node.name].draw(step.flops)
-            of_backward = self.cluster.backward
+            of_backward = self.shape.backward
             share = (1 - of_backward) * work.forward + of_backward * work.backward
             return step.seconds * share * node.slowness
         if isinstance(work, TimedWork) and work.seconds is not None:

@@ -166,7 +166,7 @@ class CollectiveTopology(Topology):
 
     def __init__(self, choice: Collective, plan: RunPlan) -> None:
         super().__init__(choice, plan)
-        self.uses_engine = choice.algorithm == "engine"
+        self.uses_engine = choice.algorithm in plan.reduced_by_engine and choice.per_host is None
 
     def check(self) -> None:
         choice = self.choice

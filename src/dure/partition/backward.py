@@ -1,0 +1,131 @@
+"""The times at which backward completes each gradient, from the seconds of the model's blocks.
+
+    seconds of a block's passes        used where
+    stated                             the job states them (`Job.block_seconds`)
+    operations and bytes               the engine is one of accelerators, and the model is given as blocks
+    equal for equal parameters         elsewhere; backward is the share of a step that the cluster states
+
+A block of an accelerator takes, in each of its operations, the longer of computing and moving its bytes:
+
+    forward    sum over operations of max(FLOP, bytes * intensity)
+    backward   twice that; of the first block once, as its inputs need no gradient
+    update     five values for each parameter, moved once (momentum)
+
+Within a block, gradients are completed from the last parameter to the first, equally many in each second. A parameter
+that several blocks hold is complete with the first of them. Only shares count: the seconds of a step are the cluster's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from dure.core.step_shape import GradientTensor, StepShape
+from dure.errors import DureError, UsageError
+from dure.job.initial_model import is_on_meta, shapes_of
+from dure.partition.blocks import blocks_of, call_of, first_samples
+
+if TYPE_CHECKING:
+    from dure.job.job import Job
+    from dure.job.replica import Replica
+
+UPDATED = 5
+"""Values that an update moves for each parameter: of the gradient, and of weight and momentum, read and written."""
+
+Passes = Sequence[tuple[float, float]]
+"""Forward and backward of each block, in shares of any unit."""
+
+
+def even(replica: Replica, backward: float) -> StepShape:
+    """A step of which `backward` is a share, which completes equally many parameters in each second."""
+    numel = replica.numel
+    numbered = reversed([*enumerate(replica.layers)])
+    tensors = tuple(GradientTensor(index, each.numel, 1 - each.start / numel) for index, each in numbered)
+    return StepShape(backward, 0.0, tensors)
+
+
+def stated(job: Job, replica: Replica) -> StepShape | None:
+    """A step with the seconds of blocks that `job` states; None if it states none. Raises `UsageError`."""
+    if job.block_seconds is None:
+        return None
+    blocks = blocks_of(job, replica.module)
+    if len(blocks) != len(job.block_seconds):
+        raise UsageError(
+            f"{job.name or 'the job'} states the seconds of {len(job.block_seconds)} blocks in block_seconds, and its "
+            f"model has {len(blocks)} blocks. State forward and backward of each block of the model."
+        )
+    return _of_blocks(replica, blocks, job.block_seconds, 0.0)
+
+
+def by_operations(job: Job, replica: Replica, batch: int, intensity: float) -> StepShape | None:
+    """A step with the operations and bytes of blocks, for mini-batches of `batch`; None for a model without blocks."""
+    try:
+        blocks = blocks_of(job, replica.module)
+        costs = _costs(job if is_on_meta(job) else shapes_of(job), batch, intensity)
+    except (DureError, RuntimeError):  # a model without blocks, or one that the meta device cannot compute
+        return None
+    if len(costs) != len(blocks) or not sum(costs):
+        return None
+    passes = [(each, each if number == 0 else 2 * each) for number, each in enumerate(costs)]
+    moved = UPDATED * replica.params.element_size() * replica.numel * intensity
+    return _of_blocks(replica, blocks, passes, moved)
+
+
+def _of_blocks(replica: Replica, blocks: Sequence[nn.Module], passes: Passes, update: float) -> StepShape:
+    ahead, back = (sum(each[way] for each in passes) for way in range(2))
+    first_holder: dict[int, int] = {}
+    for number in reversed(range(len(blocks))):
+        first_holder |= {id(each): number for each in blocks[number].parameters()}
+    own: list[list[int]] = [[] for _ in blocks]
+    for index, parameter in enumerate(replica.parameters):
+        own[first_holder[id(parameter)]].append(index)
+    tensors, before = [], 0.0
+    for number in reversed(range(len(blocks))):
+        whole = sum(replica.layers[index].numel for index in own[number])
+        completed = 0
+        for index in reversed(own[number]):
+            numel = replica.layers[index].numel
+            completed += numel
+            share = completed / whole if whole else 1.0
+            tensors.append(GradientTensor(index, numel, (before + passes[number][1] * share) / back))
+        before += passes[number][1]
+    step = ahead + back + update
+    return StepShape(back / step, update / step, tuple(tensors))
+
+
+def _costs(job: Job, batch: int, intensity: float) -> list[float]:
+    """The forward of each block in operations."""
+    module = job.build(0)
+    call, (value, _) = call_of(job), first_samples(job, batch, torch.device("meta"))
+    found = []
+    with torch.no_grad():
+        for block in blocks_of(job, module):
+            with Roofline(intensity) as roofline:
+                value = call(block, value)
+            found.append(roofline.operations)
+    return found
+
+
+class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Context that sums max(FLOP, bytes * intensity) over operations; views move nothing."""
+
+    def __init__(self, intensity: float) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operations = 0.0
+        self._intensity = intensity
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if not func.is_view:
+            moved = sum(each.nbytes for each in tree_leaves((args, kwargs, out)) if isinstance(each, Tensor))
+            counted = flop_registry.get(func.overloadpacket)
+            flops = counted(*args, **kwargs, out_val=out) if counted else 0.0
+            self.operations += max(float(flops), moved * self._intensity)
+        return out

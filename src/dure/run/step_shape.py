@@ -1,0 +1,50 @@
+"""The shape of a step of a set-up on a cluster: the times at which its gradient is complete, and its slices."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from dure.partition.backward import by_operations, even, stated
+
+if TYPE_CHECKING:
+    from dure.core.step_shape import StepShape
+    from dure.run.setup import Setup
+    from dure.runtime.virtual.cluster import Cluster
+
+
+def step_shape(setup: Setup, cluster: Cluster) -> StepShape:
+    """The shape of the steps of `setup`, whose tensors are those that all workers sum.
+
+    The job's seconds of blocks count first, then the operations of blocks where the workers are accelerators, then the
+    share of backward that the cluster states.
+    """
+    known, batch = setup.model.step_shapes, setup.batch_sizes[0]
+    key = (batch, cluster.engine.intensity if cluster.accelerated else None, cluster.backward)
+    if key not in known:
+        known[key] = _shape(setup, cluster, batch)
+    found = known[key]
+    if setup.stages is not None:  # a worker has a part of the model, and sums its gradient at the end
+        return replace(found, tensors=())
+    apart = set(setup.topology.apart)
+    return replace(found, tensors=tuple(each for each in found.tensors if each.number not in apart)) if apart else found
+
+
+def _shape(setup: Setup, cluster: Cluster, batch: int) -> StepShape:
+    job, replica = setup.job, setup.model.replica
+    found = stated(job, replica)
+    if found is None and cluster.accelerated:
+        found = by_operations(job, replica, batch, cluster.engine.intensity)
+    return even(replica, cluster.backward) if found is None else found
+
+
+def slices_of(setup: Setup, shape: StepShape) -> list[tuple[int, float]]:
+    """The slices of a gradient in backward by `shape` (`VirtualRuntime.slices`)."""
+    if setup.job.block_seconds is None:
+        return setup.topology.slices
+    layers = setup.model.replica.layers
+    done = {layers[each.number].start: each.done for each in shape.tensors}
+    return [
+        (stop - start, 1 - max(done[each.start] for each in layers if start <= each.start < stop))
+        for start, stop in setup.topology.slice_ranges
+    ]

@@ -1,0 +1,154 @@
+"""Accelerators in a cluster file: the links inside a machine, its network cards, and the engine of their collectives.
+
+    machines:
+    - {count: 4, gpus: 8, inside: {kind: mesh}, card: {count: 4}}     # four cards of the link's bandwidth each
+    link: {bandwidth: 100 Gbit/s}
+    engine: {library: ddp}
+
+`gpus` is the number of workers of a machine, whose collectives are those of an engine of accelerators (NCCL).
+"""
+
+from __future__ import annotations
+
+import math
+from statistics import NormalDist
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
+
+from dure.core import units
+from dure.core.units import Seconds, Size
+from dure.core.validated import Validated
+
+MemoryRate = Annotated[float, BeforeValidator(units.rate), PlainSerializer(units.as_memory_rate, when_used="json")]
+Rate = Annotated[float, BeforeValidator(units.rate), PlainSerializer(units.as_rate, when_used="json")]
+
+
+class InsideKind(NamedTuple):
+    """Defaults of a kind of links inside a machine: bytes per second of a link, and seconds of a hop."""
+
+    bandwidth: float
+    latency: float
+
+
+INSIDE = {
+    "mesh": InsideKind(22e9, 3.4e-6),
+    "switch": InsideKind(120e9, 3.4e-6),
+    "pcie": InsideKind(10e9, 5.7e-6),
+    "pcie-host": InsideKind(5.5e9, 5.7e-6),
+}
+"""Kinds of links between the GPUs of a machine: NVLink as a mesh and over switches, both of V100; slots of PCIe 3 below
+one switch, and through the host. Bandwidths are usual results of measurements, hops those of NCCL's tuning tables."""
+
+MESH_LINKS = ((2, 1.0), (4, 80 / 22), (8, 130 / 22))
+"""Links of a mesh that rings over so many GPUs use at once: 22, 80 and 130 GB/s are usual bus bandwidths of V100."""
+
+
+class InsideLink(Validated):
+    """The link of a worker to the other workers of its machine: bytes per second in each direction, and latency.
+
+    Each worker has such a link of its own. The default is a PCIe 3.0 slot of 16 lanes: 12 of its 15.75 GB/s, and 10 us.
+    `kind` sets other defaults (`INSIDE`). The links of a `mesh` each have the bandwidth, and a ring uses several.
+    """
+
+    kind: Literal["mesh", "switch", "pcie", "pcie-host"] | None = None
+    bandwidth: MemoryRate = 12e9
+    latency: Seconds = 10e-6
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_its_kind(cls, values: Any) -> Any:
+        known = INSIDE.get(str(values.get("kind"))) if isinstance(values, dict) else None
+        return values if known is None else known._asdict() | values
+
+    def ring(self, gpus: int) -> float:
+        """Bytes per second of a ring over so many GPUs of the machine."""
+        if self.kind != "mesh":
+            return self.bandwidth
+        return self.bandwidth * next((links for most, links in MESH_LINKS if gpus <= most), MESH_LINKS[-1][1])
+
+
+class Card(Validated):
+    """The network cards of a machine with accelerators: `count` cards of the link's bandwidth each.
+
+    `share` of the bandwidth is left for data: 0.88 by RDMA (usual in measurements of NCCL, 0.82 to 0.92), 0.9 by TCP. A
+    card has at most `flow` bytes per second: by TCP 13 Gbit/s, what a core sends (8 to 18). `hop`: seconds of a message
+    to another machine: 9.6 us by RDMA (NCCL's tuning tables), 40 us by TCP (25 to 80).
+    """
+
+    count: int = Field(default=1, ge=1, le=1024)
+    transport: Literal["rdma", "tcp"] = "rdma"
+    share: float = Field(default=0.88, gt=0, le=1)
+    flow: Rate | None = None
+    hop: Seconds = 9.6e-6
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_its_transport(cls, values: Any) -> Any:
+        by_tcp = isinstance(values, dict) and values.get("transport") == "tcp"
+        return {"share": 0.9, "flow": 13e9 / 8, "hop": 40e-6} | values if by_tcp else values
+
+    def bandwidth(self, nominal: float) -> float:
+        """Bytes per second of one card of `nominal` bandwidth."""
+        return min(nominal * self.share, math.inf if self.flow is None else self.flow)
+
+
+class Library(NamedTuple):
+    """How a library sums gradients during backward.
+
+    Bytes of the `first` bucket and of the others; seconds for each `tensor` during backward; seconds between two
+    `cycle`s, in which the ranks agree on the tensors that are ready, `negotiation` seconds for each rank. Without a
+    cycle, buckets are made of tensors in the order of backward.
+    """
+
+    first: float
+    bucket: float
+    tensor: float = 0.0
+    cycle: float = 0.0
+    negotiation: float = 0.0
+
+
+LIBRARIES = {
+    "ddp": Library(first=2**20, bucket=25 * 2**20, tensor=25e-6),
+    "horovod": Library(first=64 * 2**20, bucket=64 * 2**20, cycle=5e-3, negotiation=10e-6),
+    "at-end": Library(first=math.inf, bucket=math.inf),
+}
+"""PyTorch's DistributedDataParallel; Horovod with its cycle and fusion buffer; one message after backward.
+
+The sizes and the cycle are the libraries' defaults. 25 us are three small kernels for each tensor. The negotiation is a
+guess."""
+
+
+class Engine(Validated):
+    """The engine of the accelerators' collectives, and the library that calls it.
+
+    `library`: its buckets and costs (`LIBRARIES`). `bucket`: another size of a bucket, in bytes. `overlap`: whether
+    buckets leave during backward. `start`: seconds of the start of a collective, in which nothing is computed.
+    `contention`: computation takes 1 + contention times as long while a bucket is under way. `spread`: standard
+    deviation of the durations of equal steps, in shares of a step; the slowest of N ranks decides. It is left out if
+    the machines' durations have a distribution. `intensity`: operations that a device makes in the time in which it
+    moves a byte of its memory.
+    """
+
+    library: Literal["ddp", "horovod", "at-end"] = "ddp"
+    bucket: Size | None = None
+    overlap: bool = True
+    start: Seconds = 40e-6
+    contention: float = Field(default=0.10, ge=0, le=10)
+    spread: float = Field(default=0.02, ge=0, le=1)
+    intensity: float = Field(default=16.0, gt=0, le=1e6)
+
+    @property
+    def rules(self) -> Library:
+        """The buckets and costs of the library, with this engine's size of a bucket."""
+        found = LIBRARIES[self.library]
+        return found if self.bucket is None else found._replace(first=min(found.first, self.bucket), bucket=self.bucket)
+
+
+def slowest_of(ranks: int) -> float:
+    """The expected maximum of so many standard normal values, by Blom's approximation.
+
+    >>> round(slowest_of(2), 2), round(slowest_of(16), 2), round(slowest_of(512), 2)
+    (0.59, 1.77, 3.03)
+    """
+    return NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
