@@ -41,6 +41,16 @@ def test_one_replica_of_a_split_pipeline_has_the_figures_of_all(monkeypatch):
     _same_figures(monkeypatch, Scene(load_job(text), here.cluster, batch=16), "bsp 1f1b:stages=2,micro=2+tensor:ways=2")
 
 
+@pytest.mark.parametrize("strategy", ["bsp", "averaging:period=4"])
+def test_one_of_whole_models_on_machines_that_they_share_has_the_figures_of_all(monkeypatch, strategy):
+    _same_figures(monkeypatch, scene(4, workers=2), strategy)
+
+
+@pytest.mark.parametrize("strategy", ["bsp", "bsp collective:algorithm=hierarchical", "averaging:period=4"])
+def test_one_of_several_accelerators_has_the_figures_of_all(monkeypatch, strategy):
+    _same_figures(monkeypatch, scene(2, gpus=4), strategy)
+
+
 def _same_figures(monkeypatch, here, strategy):
     setup = timing.setup_in(here, strategy)
     assert simulated_workers(setup, here.cluster) == setup.parts < here.workers
@@ -66,7 +76,6 @@ def test_replicas_that_send_each_other_messages_are_all_simulated(strategy):
 UNEQUAL = {
     "speeds": scene(speed=(1.0,) * 7 + (0.5,)),
     "random": scene(compute=LogNormal(flops_per_second=1e9)),
-    "card": scene(4, workers=2),
 }
 
 
@@ -80,6 +89,17 @@ def test_replicas_of_which_one_slows_down_are_all_simulated():
     cluster = scene().cluster
     slow = cluster.changed(events=(Event(at=1, kind="slow", worker=3, factor=2),))
     assert simulated_workers(timing.setup_in(scene(), "bsp"), slow) == 8
+
+
+def test_whole_models_are_alike_on_machines_that_they_share():
+    """They send no messages but those of the engine's collectives."""
+    here = scene(4, workers=2)
+    assert simulated_workers(timing.setup_in(here, "bsp"), here.cluster) == 1
+
+
+def test_parts_of_models_that_share_a_card_are_all_simulated():
+    here = scene(2, workers=4)
+    assert simulated_workers(timing.setup_in(here, "bsp 1f1b:stages=2,micro=4"), here.cluster) == 8
 
 
 def test_whole_machines_of_one_replica_are_alike():

@@ -38,11 +38,22 @@ TREE_INSIDE, TREE_ACROSS = 28e-6, 50e-6
 _FREE = FreePath(0.0, 0.0, 1.0)  # for the bytes of a ring; its seconds are not used
 
 
-class Level(NamedTuple):
+class LinkLevel(NamedTuple):
     """The links of a level: bytes per second of a ring over it, and seconds of a hop."""
 
     bandwidth: float
     hop: float
+
+
+class LeveledCost(NamedTuple):
+    """A `Cost` with the bytes of `sent` and `received` that stay within a host."""
+
+    seconds: float
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+    messages: tuple[int, ...]
+    local: tuple[int, ...]
+    local_received: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -51,8 +62,8 @@ class Levels:
 
     hosts: Sequence[int]
     start: float
-    inside: Level
-    across: Level
+    inside: LinkLevel
+    across: LinkLevel
 
     @cached_property
     def sizes(self) -> Counter[int]:
@@ -117,7 +128,7 @@ ALL_REDUCES: dict[str, Callable[[int, Levels], float]] = {
 """Seconds of an all-reduce by the name of its algorithm (`Collective.algorithm`)."""
 
 
-def cost(kind: str, numel: int, levels: Levels, itemsize: int = 4, algorithm: str = "engine") -> Cost:
+def cost(kind: str, numel: int, levels: Levels, itemsize: int = 4, algorithm: str = "engine") -> LeveledCost:
     """Cost of a collective of `kind` (as in `collective_cost.COLLECTIVES`); `algorithm` is that of an all-reduce.
 
     `numel` is the elements of one rank's tensor. The bytes of each rank are those of a ring in the order of ranks, or
@@ -125,7 +136,7 @@ def cost(kind: str, numel: int, levels: Levels, itemsize: int = 4, algorithm: st
     """
     ranks = len(levels.hosts)
     if ranks == 1:
-        return Cost(0.0, (0,), (0,), (0,))
+        return LeveledCost(0.0, (0,), (0,), (0,), (0,), (0,))
     nbytes = numel * itemsize
     if kind == "all_reduce":
         seconds = ALL_REDUCES[algorithm](nbytes, levels)
@@ -143,14 +154,14 @@ def cost(kind: str, numel: int, levels: Levels, itemsize: int = 4, algorithm: st
     return _along_ring(chain, levels.start + levels.hops + moved / levels.bandwidth, levels)
 
 
-def _along_ring(found: Cost, seconds: float, levels: Levels) -> Cost:
+def _along_ring(found: Cost, seconds: float, levels: Levels) -> LeveledCost:
     """`found` with the seconds of the levels; what a rank sends to a rank of its own host is local."""
     hosts = levels.hosts
     local = tuple(sent * (hosts[i] == hosts[(i + 1) % len(hosts)]) for i, sent in enumerate(found.sent))
-    return found._replace(seconds=seconds, local=local, local_received=local[-1:] + local[:-1])
+    return LeveledCost(seconds, found.sent, found.received, found.messages, local, local[-1:] + local[:-1])
 
 
-def _two_level_bytes(seconds: float, numel: int, levels: Levels, itemsize: int) -> Cost:
+def _two_level_bytes(seconds: float, numel: int, levels: Levels, itemsize: int) -> LeveledCost:
     """The bytes of each rank: chunks inside its host, and a ring of its chunk with the same rank of other hosts."""
     shards = min(levels.sizes.values())
     seen: Counter[int] = Counter()
@@ -172,4 +183,4 @@ def _two_level_bytes(seconds: float, numel: int, levels: Levels, itemsize: int) 
         sent.append(within + across)
         local.append(within)
         messages.append(2 * (g - 1) + rounds)
-    return Cost(seconds, tuple(sent), tuple(sent), tuple(messages), tuple(local), tuple(local))
+    return LeveledCost(seconds, tuple(sent), tuple(sent), tuple(messages), tuple(local), tuple(local))

@@ -112,17 +112,12 @@ class HostedRanks:
 
 
 class Cost(NamedTuple):
-    """Cost of one collective: its seconds, and the bytes and messages of each rank.
-
-    `local` and `local_received`: the bytes of `sent` and `received` that stay within a machine, where that is known.
-    """
+    """Cost of one collective: its seconds, and the bytes and messages of each rank."""
 
     seconds: float
     sent: tuple[int, ...]
     received: tuple[int, ...]
     messages: tuple[int, ...]
-    local: tuple[int, ...] = ()
-    local_received: tuple[int, ...] = ()
 
 
 def chunk_bytes(numel: int, ranks: int, itemsize: int = 4) -> tuple[int, ...]:

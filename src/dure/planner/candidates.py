@@ -107,10 +107,10 @@ class Shape:
     workers: int
     per_machine: int
     one_host: bool
-    accelerated: bool
     blocks: int
     batch: int
     has_rows: bool
+    accelerated: bool = False
 
 
 def shape_of(scene: Scene) -> Shape:
@@ -130,10 +130,10 @@ def shape_of(scene: Scene) -> Shape:
         scene.workers,
         per_machine,
         cluster.host is not None,
-        cluster.accelerated,
         blocks,
         scene.batch,
         has_rows=job.rows is not None,
+        accelerated=cluster.accelerated,
     )
 
 

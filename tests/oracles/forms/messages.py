@@ -66,7 +66,8 @@ class Transfers:
         if self.places[flow.source] == self.places[flow.target]:
             return beside
         if here == there:
-            return beside._replace(**cluster.inside_of(here).model_dump())
+            inside = cluster.inside_of(here)
+            return beside._replace(bandwidth=inside.bandwidth, latency=inside.latency)
         bandwidth = min(cluster.link_of(machine).bandwidth for machine in (here, there))
         return beside._replace(latency=cluster.latency(here, there), bandwidth=bandwidth, beta=cluster.beta)
 

@@ -15,7 +15,7 @@ from dure.codec.cost import cost_of
 from dure.core import units
 from dure.core.catalogue import combines, load
 from dure.errors import ClusterError
-from dure.runtime.virtual.accelerators import InsideLink
+from dure.runtime.virtual.accelerators import AcceleratorEngine, Card, InsideLink
 from dure.runtime.virtual.cluster import Cluster, Event, Link, Machines, ServerMachines, SharedHost
 from dure.runtime.virtual.compute import Constant, LogNormal, Pareto, ShiftedExponential, Trace
 
@@ -303,7 +303,7 @@ def test_the_page_names_no_constant_that_a_cluster_file_cannot_set() -> None:
     section = PAGE.read_text().partition("## Every constant")[2].partition("\n## ")[0]
     names = [line.split("|")[1].strip() for line in section.splitlines() if line.startswith("|")][2:]
     kinds = {"": Cluster, "link": Link, "host": SharedHost, "servers": ServerMachines, "machines[]": Machines}
-    kinds["inside"] = InsideLink
+    kinds |= {"inside": InsideLink, "card": Card, "engine": AcceleratorEngine}
     for name in names:
         kind, _, key = name.removeprefix("`").removesuffix("`").rpartition(".")
         assert key in kinds[kind].model_fields
@@ -325,8 +325,8 @@ def test_the_page_names_every_key_and_its_default() -> None:
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in PAGE.read_text().splitlines() if "|" in line]
     said = {row[0].strip("`"): row[-1] for row in rows}
     kinds = {"": Cluster, "link.": Link, "host.": SharedHost, "servers.": ServerMachines, "machines[].": Machines}
-    kinds["inside."] = InsideLink
-    whole = {"machines", "servers", "link", "inside", "host", "events"}
+    kinds |= {"inside.": InsideLink, "card.": Card, "engine.": AcceleratorEngine}
+    whole = {"machines", "servers", "link", "inside", "card", "engine", "host", "events"}
     for prefix, kind in kinds.items():
         for name in kind.model_fields.keys() - (whole if not prefix else set()):
             assert prefix + name in said

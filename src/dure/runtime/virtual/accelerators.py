@@ -119,7 +119,7 @@ The sizes and the cycle are the libraries' defaults. 25 us are three small kerne
 guess."""
 
 
-class Engine(Validated):
+class AcceleratorEngine(Validated):
     """The engine of the accelerators' collectives, and the library that calls it.
 
     `library`: its buckets and costs (`LIBRARIES`). `bucket`: another size of a bucket, in bytes. `overlap`: whether

@@ -18,7 +18,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from dure.core.step_shape import StepShape
-from dure.runtime.virtual.accelerators import Engine, slowest_of
+from dure.runtime.virtual.accelerators import AcceleratorEngine, slowest_of
 
 
 class Computed(NamedTuple):
@@ -28,7 +28,7 @@ class Computed(NamedTuple):
     seconds: float
 
 
-class Progress:
+class WorkClock:
     """The time, and the computation until then: `work` is the time at which it would be reached undisturbed."""
 
     def __init__(self, start: float) -> None:
@@ -45,7 +45,7 @@ class Progress:
         self.now += seconds
         self.work += seconds
 
-    def transfer(self, seconds: float, engine: Engine) -> None:
+    def transfer(self, seconds: float, engine: AcceleratorEngine) -> None:
         """Compute while a collective of `seconds` is under way."""
         self.now += seconds
         self.work += max(0.0, seconds - engine.start) / (1.0 + engine.contention)
@@ -55,7 +55,7 @@ def end_of_step(
     shape: StepShape,
     computed: Sequence[Computed],
     ranks: int,
-    engine: Engine,
+    engine: AcceleratorEngine,
     itemsize: int,
     seconds: Callable[[int], float],
 ) -> float:
@@ -76,7 +76,7 @@ def end_of_step(
     if not engine.overlap:
         ready = [over] * len(ready)
     sizes = [each.numel * itemsize for each in shape.tensors]
-    progress = Progress(min(each.start for each in computed))
+    progress = WorkClock(min(each.start for each in computed))
     if library.cycle:
         _send_in_cycles(progress, sizes, ready, ranks, engine, seconds)
     else:
@@ -102,18 +102,18 @@ def in_buckets(sizes: Sequence[int], first: float, others: float) -> Iterator[tu
 
 
 def _send_in_cycles(
-    progress: Progress,
+    progress: WorkClock,
     sizes: Sequence[int],
     ready: Sequence[float],
     ranks: int,
-    engine: Engine,
+    engine: AcceleratorEngine,
     seconds: Callable[[int], float],
 ) -> None:
     """At each cycle with an idle network, agree on what is ready, and send it."""
     library, origin, first = engine.rules, progress.now, 0
     while first < len(sizes):
         progress.until(ready[first])
-        cycles = math.ceil((progress.now - origin) / library.cycle)
+        cycles = math.ceil((progress.now - origin) / library.cycle - 1e-9)  # a time that is a cycle but for rounding
         progress.wait(max(0.0, origin + cycles * library.cycle - progress.now))
         sums = accumulate(sizes[first:])
         last = first + sum(

@@ -48,7 +48,7 @@ from dure.core.text import quoted
 from dure.core.units import PositiveSeconds, Seconds, Size
 from dure.core.validated import FieldError, Validated, read_yaml_file
 from dure.errors import ClusterError
-from dure.runtime.virtual.accelerators import Card, Engine, InsideLink
+from dure.runtime.virtual.accelerators import AcceleratorEngine, Card, InsideLink
 from dure.runtime.virtual.compute import Compute, Constant, Durations, Factor, Speed
 
 Rate = Annotated[float, BeforeValidator(units.rate), PlainSerializer(units.as_rate, when_used="json")]
@@ -227,7 +227,7 @@ class Cluster(Validated):
     link: Link = Link()
     inside: InsideLink = InsideLink()
     card: Card = Card()
-    engine: Engine = Engine()
+    engine: AcceleratorEngine = AcceleratorEngine()
     host: SharedHost | None = None
     alpha: Seconds = 20e-6
     beta: PerByte = 0.1e-9
@@ -264,6 +264,9 @@ class Cluster(Validated):
                 "other machines have `gpus`, and one engine reduces for all: write gpus for all kinds, or for none"
             )
             raise FieldError(("machines", without, "gpus"), problem)
+        for name, part in (("engine", self.engine), ("card", self.card)):
+            if not self.accelerated and part != type(part)():
+                raise FieldError((name,), "it is for accelerators: write gpus in machines, or leave it out")
         if self.host is not None and self.accelerated:
             problem = "`host` has processes on the cores of one machine: leave it out, or write workers"
             raise FieldError(("machines", 0, "gpus"), problem)
@@ -349,8 +352,12 @@ class Cluster(Validated):
                 found[f"{units.as_seconds(compute.overhead)} of overhead for each step"] = None
             if self.host is None and _is_default(link, "bandwidth"):
                 found[f"links of {units.as_rate(link.bandwidth)}"] = None
-            if _is_default(link, "latency"):
+            if _is_default(link, "latency") and not self.accelerated:
                 found[f"a latency of {units.as_seconds(link.latency)}"] = None
+            if self.accelerated and _is_default(kind.inside or self.inside, "bandwidth"):
+                found["12 GB/s between the GPUs of a machine"] = None
+            if self.accelerated and (kind.card or self.card) == Card():
+                found["one network card for each machine, of which RDMA uses 88 %"] = None
         return list(found)
 
     @cached_property
@@ -359,7 +366,7 @@ class Cluster(Validated):
         return self.machines[0].gpus is not None
 
     @cached_property
-    def engine_in_use(self) -> Engine:
+    def engine_in_use(self) -> AcceleratorEngine:
         """The engine; without a spread of its own where the durations of steps have a distribution."""
         constant = all(isinstance(kind.compute, Constant) for kind in self.machines)
         return self.engine if constant else self.engine.changed(spread=0.0)

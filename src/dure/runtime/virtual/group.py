@@ -16,6 +16,7 @@ from dure.runtime.virtual.buckets import Computed, end_of_step
 if TYPE_CHECKING:
     import torch
 
+    from dure.core.accelerator_cost import LeveledCost
     from dure.core.collective_cost import Cost
     from dure.core.meter import Meter
     from dure.core.step_shape import StepShape
@@ -79,7 +80,7 @@ class CollectiveRounds:
         self._places = [place for place, rank in enumerate(ranks) if f"worker {rank}" in runtime.nodes]
         self.present = [ranks[place] for place in self._places]
         self.names = [f"worker {rank}" for rank in self.present]
-        self._costs: dict[tuple[str, int, int, bool], Cost] = {}
+        self._costs: dict[tuple[str, int, int, bool], Cost | LeveledCost] = {}
         self.rounds: dict[int, Round] = {}
         self.counts = dict.fromkeys(ranks, 0)
         self.gone: set[int] = set()
@@ -121,7 +122,7 @@ class CollectiveRounds:
             del self.rounds[number]
             end(round_)
 
-    def cost(self, kind: str, nbytes: int, itemsize: int, *, gradient: bool = False) -> Cost:
+    def cost(self, kind: str, nbytes: int, itemsize: int, *, gradient: bool = False) -> Cost | LeveledCost:
         """As `Network.cost` for all ranks, computed once for each size."""
         key = (kind, nbytes, itemsize, gradient)
         if key not in self._costs:

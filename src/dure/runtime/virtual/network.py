@@ -46,7 +46,7 @@ from typing import Protocol
 import numpy as np
 
 from dure.core import accelerator_cost
-from dure.core.accelerator_cost import Level, Levels
+from dure.core.accelerator_cost import LeveledCost, Levels, LinkLevel
 from dure.core.collective_cost import COLLECTIVES, Cost, HostedRanks, Path, Paths
 from dure.core.deployment import WORKER
 from dure.runtime.virtual.cluster import Cluster
@@ -266,20 +266,21 @@ class Network:
         i = self.node(node)
         return NetworkCounters(self.bytes_sent[i], self.bytes_received[i], self.bytes_local[i], self.messages[i])
 
-    def count(self, cost: Cost, indices: Sequence[int]) -> None:
+    def count(self, cost: Cost | LeveledCost, indices: Sequence[int]) -> None:
         """Count the bytes and messages of a collective among the nodes `indices`."""
         for i, sent, received, messages in zip(indices, cost.sent, cost.received, cost.messages, strict=True):
             self.bytes_sent[i] += sent
             self.bytes_received[i] += received
             self.messages[i] += messages
-        for i, sent, received in zip(indices, cost.local, cost.local_received, strict=False):
-            self.bytes_local[i] += sent
-            self.bytes_sent[i] -= sent
-            self.bytes_received[i] -= received
+        if isinstance(cost, LeveledCost):
+            for i, sent, received in zip(indices, cost.local, cost.local_received, strict=True):
+                self.bytes_local[i] += sent
+                self.bytes_sent[i] -= sent
+                self.bytes_received[i] -= received
 
     def cost(
         self, kind: str, nbytes: int, nodes: Sequence[str | int], itemsize: int = 4, *, gradient: bool = False
-    ) -> Cost:
+    ) -> Cost | LeveledCost:
         """Cost of a collective among `nodes`, from the arrival of the last member on.
 
         `kind` is a key of `collective_cost.COLLECTIVES`; `nbytes` is the size of one member's tensor, of elements of
@@ -305,7 +306,7 @@ class Network:
             rates.append(card.count * cluster.bandwidth_of(host) * ranks / present[host])
             hops.append(card.hop)
         hop_inside = max(cluster.inside_of(host).latency for host in own)
-        return Levels(hosts, cluster.engine.start, Level(inside, hop_inside), Level(min(rates), max(hops)))
+        return Levels(hosts, cluster.engine.start, LinkLevel(inside, hop_inside), LinkLevel(min(rates), max(hops)))
 
     def paths(self, nodes: Sequence[str | int], *, gradient: bool = False) -> Paths:
         """The costs of the rounds of a collective among `nodes`, in the order of ranks."""
@@ -452,5 +453,8 @@ def paths_of(cluster: Cluster, places: Sequence[int], *, gradient: bool = False)
     return HostedRanks(
         machines,
         {each: path._replace(**cluster.link_of(each).model_dump()) for each in machines},
-        {each: path._replace(beta=0.0, **link.model_dump()) for each, link in inside.items()},
+        {
+            each: path._replace(beta=0.0, bandwidth=link.bandwidth, latency=link.latency)
+            for each, link in inside.items()
+        },
     )
