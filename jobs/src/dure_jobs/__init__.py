@@ -12,6 +12,7 @@
     | `imdb-albert`        | IMDB reviews | Hugging Face's ALBERT, likewise                                            |
     | `softmax-regression` | drawn        | linear, convex with a finite optimum: softmax.py                           |
 
-dure finds them by the entry points of this distribution. `vgg16.vgg16_shapes` and `transformers.base_shapes` are jobs
-with shapes but no values, for runs in virtual time without gradients.
+dure finds them by the entry points of this distribution. `vgg16.vgg16_shapes`, `image_shapes.resnet101_shapes`,
+`image_shapes.inception_v3_shapes` and `transformers.base_shapes` are jobs with shapes but no values, for runs in
+virtual time without gradients.
 """
