@@ -21,8 +21,9 @@ from dure.errors import UsageError
 from dure.job.job import load_job
 from dure.planner import search as searching
 from dure.planner import side_by_side
-from dure.planner.candidates import Scene
-from dure.planner.commands import Command
+from dure.planner.candidates import ONE, Scene
+from dure.planner.commands import Command, command_of
+from dure.planner.explain import why
 from dure.planner.learning import learned
 from dure.planner.options import PlanOptions
 from dure.planner.plan import LARGE, plan
@@ -133,6 +134,61 @@ def test_the_answer_says_that_others_were_not_timed():
     assert found.found.left
     assert f"{len(found.found.left)} others were not timed" in " ".join(found.why)
     assert "no other" not in " ".join([*found.why, *sentences(found.values())])
+
+
+def few(monkeypatch, *strategies):
+    """Let a plan have these candidates and one machine only."""
+    monkeypatch.setattr(searching, "single", lambda shape: strategies)
+    monkeypatch.setattr(searching, "on_servers", lambda *_: ())
+
+
+def test_one_machine_is_the_answer_where_links_are_too_slow_for_exchanges(monkeypatch):
+    """A model takes 1.5 s of the link, and a step 10 ms: one exchange in a run."""
+    few(monkeypatch, "bsp", "ad-psgd")
+    steps = Machines(count=4, compute=Constant(seconds=0.01))
+    here = Scene(load_job("digits-mlp"), Cluster(machines=[steps], link=Link(bandwidth=12_500)), 4 * 32)
+    found = searching.search(here, Deadline(math.inf))
+    assert found.rows[0].strategy == ONE
+    rows = {row.strategy: row for row in found.rows}
+    assert rows["ad-psgd"].timing.samples_per_second > 3.5 * rows[ONE].timing.samples_per_second
+    assert rows["ad-psgd"].score < 1.1 * rows[ONE].score
+    assert "The fastest machine alone is as good as all workers: no other is" in " ".join(why(found, {}))
+    line = command_of(here, PlanOptions(job="digits-mlp"), rows[ONE]).line
+    assert line == "dure train digits-mlp --strategy bsp --batch-size 32 --workers 1 --on local"
+
+
+def test_one_machine_is_the_fastest_with_all_its_workers():
+    kinds = (Machines(count=2, workers=2, compute=FAST), Machines(count=1, workers=2, speed=3.0, compute=FAST))
+    here = Scene(load_job("digits-mlp"), Cluster(machines=kinds), 6 * 32)
+    assert (here.alone.workers, here.alone.batch) == (2, 64)
+    alone = Cluster(machines=[Machines(workers=2, speed=3.0, compute=FAST)])
+    same = timed(Scene(here.job, alone, 64), "bsp")
+    timing = timed(here, ONE)
+    assert timing.samples_per_second == pytest.approx(same.samples_per_second)
+    assert timing.seconds == pytest.approx(3 * same.seconds)
+    assert (timing.worker_machines, timing.batch_size) == (1, 32)
+    host = Scene(here.job, Cluster(machines=[Machines(count=4)], host=SharedHost(cores=2)), 4 * 32)
+    assert host.alone.workers == 1
+
+
+def test_one_machine_is_trained_to_a_target_with_both_rates():
+    job = load_job("digits-mlp")
+    here = Scene(job, Cluster.uniform(4), 4 * job.batch_size)
+    (curve,) = learned(here, [ONE], Target(0.3, "loss"), 100, lambda *_: None).values()
+    assert curve.scaled  # 0.4 in place of 0.1
+    slow = Target(0.3, "loss"), 30
+    assert learned(here, [ONE], *slow, lambda *_: None)[ONE].seconds_to_target == pytest.approx(
+        curve.seconds_to_target, rel=0.2
+    )  # 30 steps of four workers are 120 of one
+
+
+@pytest.mark.parametrize(("within", "said"), [(0.001, "Not known: the seconds did not suffice"), (20, "alters")])
+def test_what_would_change_the_answer_is_never_empty(within, said, monkeypatch):
+    few(monkeypatch, "bsp")
+    found = dure.plan("digits-mlp", on=cluster(count=8, bandwidth=1e12), within=within)
+    assert found.strategy == "bsp"
+    assert any(said in each for each in found.would_change)
+    assert found.would_change[0] in ending(found.values())
 
 
 def test_seconds_that_suffice_for_no_strategy_are_refused_with_those_that_should(monkeypatch):

@@ -5,6 +5,7 @@ import math
 import pytest
 
 from dure.partition.memory import MemoryUse
+from dure.planner.candidates import ONE
 from dure.planner.ranking import Ranked, assumed_factor, in_order, with_target
 from dure.planner.timing import Timing
 from dure.run.strategy import Strategy
@@ -50,8 +51,40 @@ def test_measured_targets_come_before_assumed_factors():
         ("ad-psgd", {"sent": 100.0}, (1 + 0.1 * math.log2(4)) * (1 + 0.05 * 2)),
     ],
 )
-def test_assumed_factors_are_those_of_the_table(strategy, figures, factor):
-    assert assumed_factor(Strategy.parse(strategy), timing(**figures), 40) == pytest.approx(factor)
+def test_assumed_factors_are_those_of_the_table_in_runs_of_many_exchanges(strategy, figures, factor):
+    assert assumed_factor(Strategy.parse(strategy), timing(**figures), 40, 10**9) == pytest.approx(factor)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "period", "figures", "counted"),
+    [
+        ("averaging:period=16", 16, {}, 1),
+        ("diloco:period=100", 100, {}, 1),
+        ("ad-psgd", 400, {"sent": 1.0}, 1 / 4),
+        ("averaging:period=16 top-k", 16, {}, 0.01),
+    ],
+)
+def test_replicas_with_next_to_no_exchange_learn_as_one_machine(strategy, period, figures, counted):
+    """Half of the gain over one replica is reached with four exchanges in a run."""
+    chosen = Strategy.parse(strategy)
+    never, often = (assumed_factor(chosen, timing(**figures), 40, steps) for steps in (1, 10**9))
+    assert never == pytest.approx(4, rel=0.05)  # samples of four machines, for the learning of one
+    half = assumed_factor(chosen, timing(**figures), 40, round(4 * period / counted))
+    assert 4 / half == pytest.approx((1 + 4 / often) / 2, rel=1e-4)
+
+
+def test_a_center_that_next_to_nothing_moves_learns_less_than_one_machine():
+    assert assumed_factor(Strategy.parse("easgd:period=64 ps"), timing(), 40, 64) > 4
+
+
+def test_one_machine_is_first_unless_another_is_better_by_more_than_its_known_error():
+    one, assumed = row(ONE, 100, workers=1), 1.2
+    assert order(one, row("bsp", 110), row("a", 1.2 * 135, factor=assumed))[0] == ONE
+    assert order(one, row("bsp", 120))[0] == "bsp"
+    assert order(one, row("bsp", 100), row("a", 1.2 * 145, factor=assumed))[0] == "a"
+    measured = with_target(one, 10.0), with_target(row("a", 300, factor=assumed), 9.0)
+    assert order(*measured, row("bsp", 1000))[0] == ONE
+    assert order(with_target(one, 10.0), with_target(row("a", 300), 8.0))[0] == "a"
 
 
 def test_no_strategy_has_no_order():

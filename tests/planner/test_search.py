@@ -9,8 +9,9 @@ from dure.job.job import load_job
 from dure.planner import search as searching
 from dure.planner import side_by_side
 from dure.planner.bound import least_seconds
-from dure.planner.candidates import Scene, shape_of, single
-from dure.planner.search import search
+from dure.planner.candidates import ONE, Scene, shape_of, single
+from dure.planner.ranking import Ranked
+from dure.planner.search import Found, search
 from dure.planner.side_by_side import Deadline
 from dure.runtime.virtual.cluster import Cluster, Link, Machines
 from dure.runtime.virtual.compute import Constant, Trace
@@ -20,9 +21,9 @@ def scene(memory):
     return Scene(load_job("digits-mlp"), Cluster(machines=(Machines(count=4, memory=memory),)), 128)
 
 
-def test_without_time_plain_data_parallelism_alone_is_timed_and_the_others_have_bounds():
+def test_without_time_one_machine_and_plain_data_parallelism_are_timed_and_the_others_have_bounds():
     found = search(scene(None), Deadline(-1.0))
-    assert [row.strategy for row in found.rows] == ["bsp"]
+    assert {row.strategy for row in found.rows} == {ONE, "bsp"}
     assert ["bsp", *found.left] == list(dict.fromkeys(single(shape_of(scene(None)))))
     assert all(least > 0 for least in found.left.values())
 
@@ -39,12 +40,19 @@ def test_strategies_are_timed_in_the_order_of_their_bounds(monkeypatch):
     monkeypatch.setattr(side_by_side, "_timed", lambda scenes, wanted: "it is refused.")
     here = scene(None)
     found = search(here, Deadline(math.inf))
-    assert timed[0] == ["bsp"]
-    bounds = [least_seconds(here, strategy) for strategy in timed[1]]
+    assert timed[:2] == [[ONE], ["bsp"]]
+    bounds = [least_seconds(here, strategy) for strategy in timed[2]]
     assert bounds == sorted(bounds)
     assert bounds[0] < bounds[-1]
-    first = list(dict.fromkeys(single(shape_of(here))))
+    first = [ONE, *dict.fromkeys(single(shape_of(here)))]
     assert found.order[: len(first)] == first
+
+
+def test_one_machine_is_no_answer_where_nothing_else_could_be_timed():
+    found = Found(rows=[Ranked(ONE, None, 1.0)], order=[ONE, "bsp"], left={"bsp": 1.0})
+    assert not found.has_answer
+    del found.left["bsp"]  # refused, as it does not fit
+    assert found.has_answer
 
 
 @pytest.mark.long

@@ -2,8 +2,9 @@
 
     dure.train("mnist-cnn", sync="auto", on="cluster.yaml")
 
-The candidates are timed for the run's job, cluster and batch, as by `dure plan`, and the run has the first of them. Its
-mini-batches are such that all workers together have as many samples in a step as with plain data parallelism.
+The candidates are timed for the run's job, cluster and batch, as by `dure plan`, and the run has the first of those with
+all workers; where one machine alone is as good, the line about the choice says so. Its mini-batches are such that all
+workers together have as many samples in a step as with plain data parallelism.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from dure.core.text import log
 from dure.errors import UsageError
-from dure.planner.candidates import PLAIN
+from dure.planner.candidates import ONE, PLAIN
 from dure.planner.explain import no_answer
 from dure.planner.options import PlanOptions
 from dure.planner.plan import Say, scene_of
@@ -82,12 +83,13 @@ def decided(
         batch_size=config.batch_size,
         data=config.data,
         within=within,
+        steps=config.steps,
     )
     scene = scene_of(options, job, cluster, say)
     found = search(scene, Deadline(within), lambda done, of, strategy: say(f"timing {strategy}", done, of))
-    if not found.rows:
+    if not found.of_all:
         raise UsageError(no_answer(scene, found, within))
-    strategy = found.rows[0].strategy
+    strategy = found.of_all[0].strategy
     size = config_of(scene, strategy).batch_size
     return replace(config, strategy=strategy, sync=None, batch_size=size, workers=scene.workers), _said(found)
 
@@ -112,10 +114,11 @@ def _check(config: TrainConfig) -> None:
 
 
 def _said(found: Found) -> str:
-    best = found.rows[0]
+    best = found.of_all[0]
     plain = next((row for row in found.rows if row.strategy == PLAIN), best)
     speed = f"{best.timing.samples_per_second:,.0f} samples/s predicted"
     if best is not plain:
         speed += f", plain data parallelism {plain.timing.samples_per_second:,.0f}"
     left = f", {len(found.left)} not timed for lack of seconds" if found.left else ""
-    return f"auto: {best.strategy} ({speed}; the best of {len(found.rows)} strategies{left})"
+    alone = ". One machine alone is as good" if found.rows[0].strategy == ONE else ""
+    return f"auto: {best.strategy} ({speed}; the best of {len(found.of_all)} strategies{left}){alone}"

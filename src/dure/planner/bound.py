@@ -18,6 +18,7 @@ from dure.codec.cost import is_fixed
 from dure.codec.fp32 import Float32
 from dure.partition.mesh import parts_of
 from dure.partition.whole import Whole
+from dure.planner.candidates import ONE, placed
 from dure.planner.timing import config_of
 from dure.run.strategy import Strategy
 from dure.sync.base import server_rule_of, traits_of
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
 
 def least_seconds(scene: Scene, strategy: str) -> float:
     """The seconds that a step of all workers of `scene` takes at least under `strategy`."""
+    if strategy == ONE:
+        alone, plain = placed(scene, strategy)
+        return scene.batch / alone.batch * least_seconds(alone, plain)
     chosen = Strategy.parse(strategy)
     return max(_computing(scene, strategy, chosen), _communicating(scene, chosen))
 

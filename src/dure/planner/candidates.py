@@ -32,13 +32,26 @@ if TYPE_CHECKING:
 class Scene:
     """`batch` samples of `job` in each step of all workers of `cluster`.
 
-    `times` are the seconds of the model's blocks at a worker of speed 1, if they have been measured.
+    `times` are the seconds of the model's blocks at a worker of speed 1, if they have been measured. `steps` are those
+    of a run of each worker; the job's if None.
     """
 
     job: Job
     cluster: Cluster
     batch: int
     times: BlockTimes | None = None
+    steps: int | None = None
+
+    @property
+    def run(self) -> int:
+        """The steps of each worker in a run: those asked for, else the job's."""
+        return self.steps or self.job.steps
+
+    @cached_property
+    def alone(self) -> Scene:
+        """The fastest machine alone with its workers; one worker where the cluster is one machine."""
+        flops = self.job.flops_per_sample * self.batch / self.workers
+        return self.on(one_machine(self.cluster, flops))
 
     @property
     def workers(self) -> int:
@@ -64,8 +77,33 @@ class Scene:
         return other
 
 
+def one_machine(cluster: Cluster, flops: float) -> Cluster:
+    """The machine of `cluster` whose slowest worker is the fastest at mini-batches of so many `flops`, alone."""
+    found, first = [], 0
+    for kind in cluster.machines:
+        several = 1 if isinstance(kind.speed, float) else kind.count
+        for machine in range(several):
+            ranks = range(first + machine * kind.workers, first + (machine + 1) * kind.workers)
+            speeds = tuple(cluster.durations(rank, 0).speed for rank in ranks)
+            found.append((kind.compute.mean(flops) / min(speeds), kind, speeds))
+        first += kind.count * kind.workers
+    _, kind, speeds = min(found, key=lambda each: each[0])
+    workers = 1 if sum(each.count for each in cluster.machines) == 1 else kind.workers
+    alone = kind.changed(count=1, workers=workers, speed=speeds[:workers])
+    return cluster.changed(machines=(alone,), events=())
+
+
+ONE = "one machine"
+"""The fastest machine alone with its workers, under plain data parallelism; no other machine takes part."""
+
 PLAIN = "bsp"
 """Plain data parallelism, as PyTorch's DistributedDataParallel."""
+
+
+def placed(scene: Scene, strategy: str) -> tuple[Scene, str]:
+    """The scene in which a strategy runs, and its text as a strategy: `ONE` runs on one machine."""
+    return (scene.alone, PLAIN) if strategy == ONE else (scene, strategy)
+
 
 LEFT_OUT: Mapping[str, str] = {
     "one-shot": "it has no common model before the end",

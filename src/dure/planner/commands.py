@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from dure.job.optimizer import TORCH_FORMS, OptimizerSpec
+from dure.planner.candidates import placed
 from dure.planner.timing import config_of
 from dure.run.config import TrainConfig
 from dure.run.emit import Launch, arguments_of, ranks_of
@@ -45,10 +46,11 @@ class Command:
 
 def command_of(scene: Scene, config: PlanOptions, row: Ranked) -> Command:
     """The command that runs `row` on the machines of `scene`."""
-    size = config_of(scene, row.strategy).batch_size or 1
+    where, strategy = placed(scene, row.strategy)
+    size = config_of(where, strategy).batch_size or 1
     job = config.job or scene.job.name
-    options = TrainConfig(job=job, strategy=row.strategy, batch_size=size, data=config.data, on="torchrun")
-    return Command(options, ranks_of(scene.cluster))
+    options = TrainConfig(job=job, strategy=strategy, batch_size=size, data=config.data, on="torchrun")
+    return Command(options, ranks_of(where.cluster))
 
 
 def script_of(command: Command, job: Job, *, named: bool) -> str | None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from dure.core import units
 from dure.errors import DureError
 from dure.partition.mesh import pipeline_of
-from dure.planner.candidates import PLAIN, Scene, narrow, shape_of, single, wide
+from dure.planner.candidates import ONE, PLAIN, Scene, narrow, shape_of, single, wide
 from dure.planner.ranking import Ranked, in_order, ranked
 from dure.planner.side_by_side import Deadline, timings
 from dure.planner.sweeps import (
@@ -67,7 +67,11 @@ def bottlenecks(scene: Scene, rows: Sequence[Ranked], deadline: Deadline) -> dic
 def _bottleneck(row: Ranked, network: float, unequal: float) -> str:
     if max(network, unequal) >= LARGE:
         return f"network {network:.0%}" if network >= unequal else f"unequal workers {unequal:.0%}"
-    if pipeline_of(Strategy.parse(row.strategy).partition) is not None and row.timing.shares["wait"] >= LARGE:
+    if (
+        row.strategy != ONE
+        and pipeline_of(Strategy.parse(row.strategy).partition) is not None
+        and row.timing.shares["wait"] >= LARGE
+    ):
         return f"bubbles {row.timing.shares['wait']:.0%}"
     return "computation"
 
@@ -85,6 +89,8 @@ def why(search: Found, bottlenecks: Mapping[str, str]) -> list[str]:
         )
         better = sum(least < winner.timing.seconds for least in left.values())
         found.append(f"By their lower bounds, {better or 'none'} of these could have shorter steps.")
+    if winner.strategy == ONE:
+        return found + _why_alone(rows, "of those that were timed, none" if left else "no other")
     if winner is plain:
         faster = [row for row in rows[1:] if row.score > winner.score]
         others = "none of the others that were timed" if left else "no other"
@@ -113,19 +119,55 @@ def why(search: Found, bottlenecks: Mapping[str, str]) -> list[str]:
     return found
 
 
+def _why_alone(rows: Sequence[Ranked], none: str) -> list[str]:
+    """Sentences with the reasons for one machine. `none` stands for the other strategies."""
+    alone, others = rows[0], rows[1:]
+    if not others:
+        return ["No strategy of all workers fits here."]
+    if alone.seconds_to_target is not None:
+        return ["The fastest machine alone reaches the target as soon as all workers do, within the error of a plan."]
+    best = max(others, key=lambda row: row.score)
+    found = [f"The fastest machine alone is as good as all workers: {none} is better by more than its known error."]
+    speed = f"{best.strategy} is at {best.score / alone.score:.0%} of its speed for learning"
+    return [*found, f"{speed}, with a known error of {best.error:.0%}."]
+
+
 def would_change(scene: Scene, rows: Sequence[Ranked], swept: Mapping[str, Sweep], deadline: Deadline) -> list[str]:
-    """Sentences with the bandwidths, workers, batches and durations of steps at which another strategy wins."""
+    """Sentences with the bandwidths, workers, batches and durations of steps at which another strategy wins.
+
+    If no value that was timed changes the answer, a sentence says so, and whether the seconds sufficed for all values.
+    """
     found = []
     winner = rows[0].strategy
     for name, sweep in swept.items():
         for value, other in _others(sweep, winner):
-            text = units.as_rate(value) if name == "bandwidth" else f"{value:g} {sweep.unit}"
+            text = _value(name, value) + ("" if name == "bandwidth" else f" {sweep.unit}")
             side = "less" if value < sweep.now else "more"
             found.append(f"At {text} or {side}: {other}.")
     best = _winner_on(scene.on(with_stragglers(scene.cluster)), [row.strategy for row in rows[:BEST]], deadline)
     if best is not None and best != winner:
         found.append(f"If the durations of steps varied (log-normal, sigma 0.5): {best}.")
-    return found
+    return found or [_no_change(swept, varied=best is not None)]
+
+
+def _no_change(swept: Mapping[str, Sweep], *, varied: bool) -> str:
+    """A sentence with the values at which the answer is the same; `varied`: durations of steps are among them."""
+    tried = [f"{name} {_value(name, sweep.at[0])} to {_value(name, sweep.at[-1])}" for name, sweep in _tried(swept)]
+    tried += ["varying durations of steps"] * varied
+    more = "give more with --within"
+    if not tried:
+        return f"Not known: the seconds did not suffice to time a change; {more}."
+    complete = varied and all(len(sweep.at) == sweep.wanted for sweep in swept.values())
+    rest = "" if complete else f" The seconds did not suffice for all changes: {more}."
+    return f"No change that was timed alters the answer: {', '.join(tried)}.{rest}"
+
+
+def _tried(swept: Mapping[str, Sweep]) -> list[tuple[str, Sweep]]:
+    return [(name, sweep) for name, sweep in swept.items() if len(sweep.at) > 1]
+
+
+def _value(name: str, value: float) -> str:
+    return units.as_rate(value) if name == "bandwidth" else f"{value:g}"
 
 
 def _others(sweep: Sweep, winner: str) -> list[tuple[float, str]]:
@@ -144,7 +186,7 @@ def _others(sweep: Sweep, winner: str) -> list[tuple[float, str]]:
 def _winner_on(scene: Scene, strategies: Sequence[str], deadline: Deadline) -> str | None:
     wanted = [(0, strategy) for strategy in strategies]
     found = [
-        ranked(strategy, timing, scene.batch)
+        ranked(strategy, timing, scene)
         for (_, strategy), timing in timings([scene], wanted, deadline)
         if isinstance(timing, Timing)
     ]

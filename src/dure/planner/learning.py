@@ -1,7 +1,8 @@
 """Learning of strategies: runs of a job with real gradients in virtual time, up to a target.
 
 A method whose update is a mean of all workers gets the job's learning rate and K times that rate (`--scale-lr`); the
-better one counts.
+better one counts. One machine gets both rates, too: otherwise a rate that is too low for all would count as its fault.
+It may make as many steps as have the samples of the others' runs.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from dure.core.target import Target
 from dure.errors import DivergedError
+from dure.planner.candidates import ONE, placed
 from dure.planner.timing import config_of
 from dure.report.progress import Progress
 from dure.run.config import TrainConfig
@@ -55,17 +57,23 @@ def learned(
 
 
 def _scalings(scene: Scene, strategy: str) -> tuple[bool, ...]:
+    if strategy == ONE:
+        return (False, True)
     averaged = server_rule_of(config_of(scene, strategy).chosen().sync).averaged(scene.workers)
     return (False, True) if averaged > 1 else (False,)
 
 
 def _curve(scene: Scene, strategy: str, target: Target, steps: int | None, *, scaled: bool) -> LearningCurve | None:
-    options = config_of(scene, strategy).plain()
-    wanted = steps or scene.job.steps
+    where, text = placed(scene, strategy)
+    options = config_of(where, text).plain()
+    wanted = (steps or scene.job.steps) * scene.batch // where.batch
     options |= {"steps": wanted, "eval_every": max(1, wanted // EVALUATIONS), "eval_samples": SAMPLES}
-    options |= {"scale_lr": scaled}
+    if strategy != ONE:
+        options |= {"scale_lr": scaled}
+    elif scaled:
+        options |= {"lr": scene.workers * scene.job.optimizer.lr}
     try:
-        history = _until(target, TrainConfig.of(options), scene)
+        history = _until(target, TrainConfig.of(options), where)
     except DivergedError:
         return None
     return LearningCurve(

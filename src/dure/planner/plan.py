@@ -13,6 +13,7 @@ All seconds are virtual: predictions by the model of the cluster.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,13 +23,13 @@ from dure.job.initial_model import is_on_meta, numel_of, shapes_of
 from dure.job.job import load_job
 from dure.job.validation import try_to_count, validate_job
 from dure.planner.answer import Ranking
-from dure.planner.candidates import CODECS, PLAIN, Scene
+from dure.planner.candidates import CODECS, ONE, PLAIN, Scene
 from dure.planner.commands import command_of, script_of
 from dure.planner.explain import bottlenecks, crowded, no_answer, why, would_change
 from dure.planner.job_profile import calibrated, is_measured, profile_job
 from dure.planner.learning import LearningCurve, learned, unreached
 from dure.planner.options import PlanOptions
-from dure.planner.ranking import Ranked, in_order
+from dure.planner.ranking import Ranked
 from dure.planner.search import Found, search
 from dure.planner.side_by_side import Deadline
 from dure.planner.sweeps import sweeps
@@ -80,7 +81,7 @@ def planned(
     deadline = Deadline(config.within)
     scene = scene_of(config, job, cluster, say)
     found = search(scene, deadline.part(SEARCH), lambda done, of, strategy: say(f"timing {strategy}", done, of))
-    if not found.rows:
+    if not found.has_answer:
         raise UsageError(no_answer(scene, found, config.within))
     target, curves = config.goal, {}
     if target is not None:
@@ -144,7 +145,7 @@ def scene_of(config: PlanOptions, job: Job | None, cluster: Cluster | None, say:
         say("measuring the job's blocks", 0, None)
         profile = profile_job(job)
         cluster, times = calibrated(cluster, job, profile), profile.times
-    return Scene(job, cluster, (config.batch_size or job.batch_size) * cluster.workers, times)
+    return Scene(job, cluster, (config.batch_size or job.batch_size) * cluster.workers, times, config.steps)
 
 
 def _without_values(job: Job, cluster: Cluster) -> Job:
@@ -178,16 +179,18 @@ def _cluster(config: PlanOptions, job: Job, say: Say) -> Cluster:
 
 
 def _families(rows: Sequence[Ranked], count: int, family: Callable[[Ranked], object]) -> list[Ranked]:
-    """The first row of each family, at most `count` of them, and plain data parallelism."""
+    """The first row of each family, at most `count` of them, plain data parallelism and one machine."""
     best: dict[object, Ranked] = {}
     for row in rows:
         best.setdefault(family(row), row)
     found = list(best.values())[:count]
-    return found + [row for row in rows if row.strategy == PLAIN and row not in found]
+    return found + [row for row in rows if row.strategy in (ONE, PLAIN) and row not in found]
 
 
 def _names(row: Ranked, axis: str) -> list[str]:
     """The names of the members of an axis, without their parameters."""
+    if row.strategy == ONE:
+        return [ONE]
     return [part.partition(":")[0] for part in by_axis(row.strategy).get(axis, "").split("+")]
 
 
@@ -198,4 +201,4 @@ def _with_targets(found: Found, curves: Mapping[str, LearningCurve]) -> list[Ran
         with_target(row, curves[row.strategy].seconds_to_target) if row.strategy in curves else row
         for row in found.rows
     ]
-    return in_order(sorted(rows, key=lambda row: found.order.index(row.strategy)))
+    return replace(found, rows=rows).ranked

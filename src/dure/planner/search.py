@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from dure.errors import DureError
 from dure.planner.bound import least_seconds
-from dure.planner.candidates import PLAIN, Scene, Shape, crossed, narrow, on_servers, shape_of, single, wide
+from dure.planner.candidates import ONE, PLAIN, Scene, Shape, crossed, narrow, on_servers, shape_of, single, wide
 from dure.planner.ranking import Ranked, in_order, ranked
 from dure.planner.side_by_side import Deadline, timings
 from dure.planner.timing import setup_in, timed
@@ -46,13 +46,26 @@ class Found:
     left: dict[str, float] = field(default_factory=dict)
 
     @property
+    def of_all(self) -> list[Ranked]:
+        """The timed strategies of all workers in the order of rank: all but one machine."""
+        return in_order(sorted((row for row in self.rows if row.strategy != ONE), key=self._simplicity))
+
+    @property
+    def has_answer(self) -> bool:
+        """Whether the first is an answer: one machine is none while others could be better, and none was timed."""
+        return bool(self.rows) and (self.rows[0].strategy != ONE or len(self.rows) > 1 or not self.left)
+
+    @property
     def ranked(self) -> list[Ranked]:
         """The timed strategies in the order of rank."""
-        return in_order(sorted(self.rows, key=lambda row: self.order.index(row.strategy)))
+        return in_order(sorted(self.rows, key=self._simplicity))
+
+    def _simplicity(self, row: Ranked) -> int:
+        return self.order.index(row.strategy)
 
 
 def search(scene: Scene, deadline: Deadline, notify: Notify = lambda done, of, strategy: None) -> Found:
-    """Time the candidates of `scene` before the deadline: plain data parallelism, then the others by lower bound.
+    """Time the candidates of `scene` before the deadline: one machine, plain data parallelism, others by lower bound.
 
     Each has a share of the seconds that are left. Those that need more are timed last, with all that is left then.
     """
@@ -60,12 +73,14 @@ def search(scene: Scene, deadline: Deadline, notify: Notify = lambda done, of, s
     shape = shape_of(scene)
     _prepare(scene)
     first = Deadline(max(LEAST, SHARE * (math.inf if deadline.left is None else deadline.left)))
+    if scene.workers > 1:
+        _step(scene, [ONE], first, 1.0, found, notify)
     _step(scene, [PLAIN], first, 1.0, found, notify)
     steps: Sequence[Callable[[], Iterable[str]]] = (
         lambda: single(shape),
         lambda: on_servers(_servers_of(found, PLAIN), _servers_of(found, "downpour"), shape),
         lambda: crossed(*_best(found)),
-        lambda: () if found.rows or found.left else (*_fitting(scene, shape, deadline), *wide(shape)),
+        lambda: () if found.of_all or found.left else (*_fitting(scene, shape, deadline), *wide(shape)),
     )
     for made in steps:
         _step(scene, made(), deadline, SHARE, found, notify)
@@ -129,7 +144,7 @@ def _time(
         if isinstance(timing, str):
             found.refused[strategy] = timing
         else:
-            found.rows.append(ranked(strategy, timing, scene.batch))
+            found.rows.append(ranked(strategy, timing, scene))
 
 
 def _servers_of(found: Found, method: str) -> str | None:
@@ -143,6 +158,8 @@ def _best(found: Found) -> tuple[list[str], list[str], list[str]]:
     """The best partitions, methods and codecs of step 1, which differ from plain data parallelism on one axis."""
     best: Mapping[str, list[str]] = {axis: [] for axis in AXES}
     for row in found.ranked:
+        if row.strategy == ONE:
+            continue
         members = by_axis(row.strategy)
         axis = next((each for each in AXES if members.get(each, PLAIN) != PLAIN), None)
         if axis is not None and len(best[axis]) < BEST:

@@ -93,10 +93,14 @@ FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 
 @dataclass(slots=True)
 class Sweep:
-    """Strategies at each value of `at`; None where a strategy does not work. `now` is the value of the scene."""
+    """Strategies at each value of `at`; None where a strategy does not work. `now` is the value of the scene.
+
+    `wanted` counts the values that are timed if time suffices.
+    """
 
     unit: str
     now: float
+    wanted: int = 1
     at: list[float] = field(default_factory=list)
     rows: list[list[Ranked | None]] = field(default_factory=list)
 
@@ -151,9 +155,9 @@ def sweeps(scene: Scene, strategies: Sequence[str], deadline: Deadline) -> dict[
         "batch": {float(count): scene.of(count) for count in _times(FACTORS, scene.batch)},
     }
     swept = {
-        "bandwidth": Sweep("bytes per second", bandwidth),
-        "workers": Sweep("workers", scene.workers),
-        "batch": Sweep("samples per step", scene.batch),
+        "bandwidth": Sweep("bytes per second", bandwidth, len(points["bandwidth"])),
+        "workers": Sweep("workers", scene.workers, len(points["workers"])),
+        "batch": Sweep("samples per step", scene.batch, len(points["batch"])),
     }
     nearest = sorted(
         ((name, value) for name, at in points.items() for value in at),
@@ -170,7 +174,7 @@ def sweeps(scene: Scene, strategies: Sequence[str], deadline: Deadline) -> dict[
 
 
 def _ranked(strategy: str, timing: Timing | str | None, scene: Scene) -> Ranked | None:
-    return ranked(strategy, timing, scene.batch) if isinstance(timing, Timing) else None
+    return ranked(strategy, timing, scene) if isinstance(timing, Timing) else None
 
 
 def _times(factors: Sequence[float], number: int) -> list[int]:

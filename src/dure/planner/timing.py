@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,7 @@ from dure.codec.fp32 import Float32
 from dure.core.deployment import SERVER, WORKER
 from dure.partition.memory import MemoryUse
 from dure.partition.mesh import parts_of, pipeline_of
+from dure.planner.candidates import ONE, placed
 from dure.run.config import TrainConfig
 from dure.run.memory import of_workers
 from dure.run.outcome import Outcome, Totals
@@ -62,6 +63,11 @@ class StepTimes:
     def count(self) -> int:
         """The steps of all workers."""
         return sum(map(len, self._times.values()))
+
+    @property
+    def last(self) -> float:
+        """The time of the last step of all workers."""
+        return max(times[-1] for times in self._times.values())
 
     @property
     def sendings(self) -> int:
@@ -168,7 +174,8 @@ class Timing:
     `samples_per_second` counts the samples whose gradients are applied. `bytes_per_step` are the payload bytes that a
     worker sends in such a step, `staleness` is the mean of the applied updates, `memory` that of the largest worker.
     `shares` are shares of the workers' time: compute, communicate, wait. `worker_machines` counts
-    machines of workers, `server_machines` machines of servers alone.
+    machines of workers, `server_machines` machines of servers alone. `ending` are the seconds from the last step to the
+    end of a run, in which the last exchange ends.
     """
 
     seconds: float
@@ -182,10 +189,13 @@ class Timing:
     worker_machines: int
     server_machines: int
     spans: tuple[Span, ...] = ()
+    ending: float = 0.0
 
 
 def timed(scene: Scene, strategy: str, *, trace: bool = False) -> Timing:
     """Time `strategy` in `scene`. Raises `UsageError` where the strategy does not work there or does not fit."""
+    if strategy == ONE:
+        return _one_machine(scene, trace=trace)
     setup = setup_in(scene, strategy, trace=trace)
     memory, simulated = largest_memory(setup), simulated_workers(setup, scene.cluster)
     cluster = _running(scene.cluster, setup.strategy)
@@ -210,7 +220,16 @@ def timed(scene: Scene, strategy: str, *, trace: bool = False) -> Timing:
         worker_machines=len(set(setup.machines)),
         server_machines=server_machines(setup, scene.cluster),
         spans=tuple(outcome.spans),
+        ending=max(0.0, outcome.totals.seconds - stepped.last),
     )
+
+
+def _one_machine(scene: Scene, *, trace: bool) -> Timing:
+    """The timing of one machine, whose steps have fewer samples than those of all workers."""
+    alone, plain = placed(scene, ONE)
+    timing = timed(alone, plain, trace=trace)
+    steps = scene.batch / alone.batch
+    return replace(timing, seconds=steps * timing.seconds, bytes_per_step=steps * timing.bytes_per_step)
 
 
 def _run(setup: Setup, cluster: Cluster, simulated: int) -> tuple[Outcome, StepTimes]:
