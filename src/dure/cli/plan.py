@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dure.core.packages import import_extra
-from dure.planner.candidates import PLAIN
+from dure.planner.candidates import ONE, PLAIN
 from dure.report.labels import NOTHING, bytes_text, count_text, seconds_text
 from dure.run.emit import launch_of
 from dure.run.emit_targets import emitted
@@ -92,7 +92,7 @@ def sentences(values: dict[str, Any]) -> list[str]:
 
 
 def table(values: dict[str, Any]) -> Any:
-    """The strategies, the best first, and plain data parallelism, to which they are compared."""
+    """The strategies, the best first, with plain data parallelism and one machine, to which they are compared."""
     from rich.table import Table
 
     rows = values["rows"]
@@ -114,7 +114,7 @@ def table(values: dict[str, Any]) -> Any:
         shown.add_column(
             head, justify="left" if head in ("strategy", "bottleneck") else "right", no_wrap=head != "strategy"
         )
-    for row in [*rows[:SHOWN], *(row for row in rows[SHOWN:] if row["strategy"] == PLAIN)]:
+    for row in [*rows[:SHOWN], *(row for row in rows[SHOWN:] if row["strategy"] in (ONE, PLAIN))]:
         cells = [
             str(row["rank"]),
             row["strategy"] + (f" (+{row['servers']} machines)" if row["servers"] else ""),
@@ -144,7 +144,7 @@ def ending(values: dict[str, Any]) -> str:
         lines += ["What would change the answer:", *(f"  {each}" for each in values["answer"]["would_change"])]
     lines.append(
         f"Seconds are predicted, in virtual time, for {values['cluster']}: {values['machines']}; with "
-        f"{values['batch']} samples in a step of all workers. `x samples` is the assumed number of samples for equal "
+        f"{values['batch']} samples in a step of all workers. `{ONE}` is the fastest machine alone. `x samples` is the assumed number of samples for equal "
         "learning; `memory` and `sent/step` are those of one worker: the largest memory, the mean of the bytes. The "
         f"bottleneck of the best of each kind is looked for while time lasts; {NOTHING} stands for the others."
     )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from dure import __version__
 from dure.core.target import Target
-from dure.planner.candidates import PLAIN, Scene
+from dure.planner.candidates import PLAIN, Scene, placed
 from dure.planner.commands import Command
 from dure.planner.learning import LearningCurve
 from dure.planner.ranking import Ranked
@@ -116,7 +116,7 @@ def _values(plan: Ranking) -> dict[str, Any]:
 
 
 def _row(plan: Ranking, rank: int, row: Ranked) -> dict[str, Any]:
-    timing, scene = row.timing, plan.scene
+    timing, (scene, _) = row.timing, placed(plan.scene, row.strategy)
     limits = [limit for limit in map(scene.cluster.memory_of, range(scene.workers)) if limit is not None]
     return {
         "rank": rank,

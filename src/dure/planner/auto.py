@@ -2,8 +2,8 @@
 
     dure.train("mnist-cnn", sync="auto", on="cluster.yaml")
 
-The candidates are timed for the run's job, cluster and batch, as by `dure plan`, and the run has the first of those with
-all workers; where one machine alone is as good, the line about the choice says so. Its mini-batches are such that all
+The candidates are timed for the run's job, cluster and batch, as by `dure plan`, and the run has the first of those of
+all workers. Where one machine alone is as good, the line about the choice says so. Its mini-batches are such that all
 workers together have as many samples in a step as with plain data parallelism.
 """
 

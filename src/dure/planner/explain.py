@@ -67,11 +67,8 @@ def bottlenecks(scene: Scene, rows: Sequence[Ranked], deadline: Deadline) -> dic
 def _bottleneck(row: Ranked, network: float, unequal: float) -> str:
     if max(network, unequal) >= LARGE:
         return f"network {network:.0%}" if network >= unequal else f"unequal workers {unequal:.0%}"
-    if (
-        row.strategy != ONE
-        and pipeline_of(Strategy.parse(row.strategy).partition) is not None
-        and row.timing.shares["wait"] >= LARGE
-    ):
+    strategy = Strategy.parse(PLAIN if row.strategy == ONE else row.strategy)
+    if pipeline_of(strategy.partition) is not None and row.timing.shares["wait"] >= LARGE:
         return f"bubbles {row.timing.shares['wait']:.0%}"
     return "computation"
 

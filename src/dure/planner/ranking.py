@@ -2,8 +2,8 @@
 
     score  =  samples per second / factor * (machines of workers) / (all machines)
 
-Samples per second are those of a run of the job's steps, with the exchange that the run ends with. Servers with machines
-of their own use machines that could be workers. `factor` is the number of samples that a strategy needs for the
+Samples per second are those of a run of the job's steps, with the exchange at its end. Servers with machines of their
+own use machines that could be workers. `factor` is the number of samples that a strategy needs for the
 learning of one sample of synchronous SGD. Until it is measured (`learning.py`), it is *assumed*:
 
     | property                             | assumed factor               | reason                                     |
