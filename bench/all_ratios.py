@@ -57,6 +57,7 @@ MODEL = (
     "one_machine",
     "plan",
     "plan_seconds",
+    "rare_exchanges",
     "pipeline_plan",
     "time_to_accuracy",
     "codec_advice",

@@ -144,9 +144,10 @@ def ending(values: dict[str, Any]) -> str:
         lines += ["What would change the answer:", *(f"  {each}" for each in values["answer"]["would_change"])]
     lines.append(
         f"Seconds are predicted, in virtual time, for {values['cluster']}: {values['machines']}; with "
-        f"{values['batch']} samples in a step of all workers. `{ONE}` is the fastest machine alone. `x samples` is the assumed number of samples for equal "
-        "learning; `memory` and `sent/step` are those of one worker: the largest memory, the mean of the bytes. The "
-        f"bottleneck of the best of each kind is looked for while time lasts; {NOTHING} stands for the others."
+        f"{values['batch']} samples in a step of all workers. `{ONE}` is the fastest machine alone. `x samples` is the "
+        "assumed number of samples for equal learning; `memory` and `sent/step` are those of one worker: "
+        "the largest memory, the mean of the bytes. The bottleneck of the best of each kind is looked for while time "
+        f"lasts; {NOTHING} stands for the others."
     )
     lines.append(values["basis"])
     if values["answer"]["ddp_script"]:

@@ -73,7 +73,7 @@ def _curve(scene: Scene, strategy: str, target: Target, steps: int | None, *, sc
     elif scaled:
         options |= {"lr": scene.workers * scene.job.optimizer.lr}
     try:
-        history = _until(target, TrainConfig.of(options), where)
+        history = run_until(target, TrainConfig.of(options), where)
     except DivergedError:
         return None
     return LearningCurve(
@@ -89,7 +89,7 @@ class _Reached(Exception):
     """The target of a run is reached."""
 
 
-def _until(target: Target, config: TrainConfig, scene: Scene) -> list[Row]:
+def run_until(target: Target, config: TrainConfig, scene: Scene) -> list[Row]:
     """The rows of a virtual run until it reaches `target`, or until its end."""
     setup, _ = resolve(config, Prebuilt(scene.job, scene.cluster, times=scene.times))
     history: list[Row] = []

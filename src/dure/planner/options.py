@@ -32,7 +32,7 @@ class PlanOptions(Checked):
     learn: Count = 3
     """Strategies that are run up to the target."""
     steps: Count | None = None
-    """Mini-batches per worker of these runs; the job's if left out."""
+    """Mini-batches per worker of a run, also of those to a target; the job's if left out."""
     within: Seconds = 60.0
     """Real seconds of the plan, about: candidates for which they do not suffice are not timed."""
     report: Path | None = None
