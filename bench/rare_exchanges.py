@@ -19,7 +19,7 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, astuple, dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -67,13 +67,17 @@ LINKS = (10.0, 3.0, 1.0, 0.3, 0.1)
 PERIODS = (4, 16, 64, 256, 1024)
 
 
-class Point(NamedTuple):
+@dataclass(frozen=True)
+class Point:
     """A strategy on so many workers, behind links of so many Mbit/s."""
 
     job: str
     workers: int
     strategy: str
     mbit: float = FAST
+
+
+NAMES = [field.name for field in fields(Point)]
 
 
 def points(job: str, case: Case) -> Iterator[Point]:
@@ -105,7 +109,7 @@ def measured(point: Point, case: Case, rate: float, seed: int) -> Row:
     scene, target = Scene(job, cluster, point.workers * case.batch), Target(case.loss, "loss")
     options = config_of(scene, point.strategy).plain() | {"lr": rate * job.optimizer.lr, "seed": seed}
     options |= {"steps": case.steps, "eval_every": max(1, case.steps // EVALUATIONS), "eval_samples": case.samples}
-    row: Row = point._asdict() | {"rate": rate, "seed": seed, "steps": None, "bytes": 0.0}
+    row: Row = asdict(point) | {"rate": rate, "seed": seed, "steps": None, "bytes": 0.0}
     try:
         history = run_until(target, TrainConfig.of(options), scene)
     except DureError:
@@ -140,7 +144,7 @@ def best(rows: Sequence[Row]) -> dict[Point, tuple[float | None, float]]:
     """The least steps of each point over its rates, means over seeds, with the bytes of a step."""
     found: dict[Point, dict[float, list[Row]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
-        found[Point(*(row[name] for name in Point._fields))][row["rate"]].append(row)
+        found[Point(*(row[name] for name in NAMES))][row["rate"]].append(row)
     result = {}
     for point, by_rate in found.items():
         steps = [
@@ -227,7 +231,7 @@ def main() -> None:
     given.rows.parent.mkdir(parents=True, exist_ok=True)
     given.rows.touch()
     rows = [json.loads(line) for line in given.rows.read_text().splitlines()]
-    known = {(*(row[name] for name in Point._fields), row["rate"], row["seed"]) for row in rows}
+    known = {(*(row[name] for name in NAMES), row["rate"], row["seed"]) for row in rows}
     jobs = given.jobs.split(",")
     wanted = [
         (point, rate, seed)
@@ -235,7 +239,7 @@ def main() -> None:
         for point in points(job, CASES[job])
         for rate in rates_of(point, CASES[job])
         for seed in range(given.seeds)
-        if (*point, rate, seed) not in known
+        if (*astuple(point), rate, seed) not in known
     ]
     with told("rare_exchanges", given) as facts, given.rows.open("a", encoding="utf-8") as file:
         for point, rate, seed in () if given.table else wanted[: given.limit]:
@@ -244,7 +248,7 @@ def main() -> None:
             file.flush()
         found = [each for each in results(rows) if each.point.job in jobs]
         print(*table(found), "", *judgements(found), sep="\n")
-        facts["rows"] = [each.point._asdict() | {"measured": each.measured, "rule": each.predicted} for each in found]
+        facts["rows"] = [each.asdict(point) | {"measured": each.measured, "rule": each.predicted} for each in found]
 
 
 if __name__ == "__main__":
