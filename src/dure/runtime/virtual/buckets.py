@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
+import numpy as np
+
 from dure.core.step_shape import StepShape
 from dure.runtime.virtual.accelerators import AcceleratorEngine, slowest_of
 
@@ -64,11 +66,12 @@ def end_of_step(
     `seconds(nbytes)` are those of an all-reduce, its start among them.
     """
     library = engine.rules
-    slowest = 1.0 + engine.spread * slowest_of(ranks)
+    starts, spans = np.array(list(dict.fromkeys(computed))).T  # equal ranks are one
+    spans = spans * (1.0 + engine.spread * slowest_of(ranks))
 
     def at(share: float, tensors: int) -> float:
         """The time of a share of the undisturbed step, at the last rank, with the costs of so many tensors."""
-        return max(each.start + each.seconds * slowest * share for each in computed) + tensors * library.tensor
+        return float(np.max(starts + spans * share)) + tensors * library.tensor
 
     before = 1.0 - shape.backward - shape.update
     over = at(1.0 - shape.update, len(shape.tensors))
@@ -76,7 +79,7 @@ def end_of_step(
     if not engine.overlap:
         ready = [over] * len(ready)
     sizes = [each.numel * itemsize for each in shape.tensors]
-    progress = WorkClock(min(each.start for each in computed))
+    progress = WorkClock(float(starts.min()))
     if library.cycle:
         _send_in_cycles(progress, sizes, ready, ranks, engine, seconds)
     else:
@@ -84,7 +87,7 @@ def end_of_step(
             progress.until(ready[last] if math.isfinite(library.bucket) else over)
             progress.transfer(seconds(nbytes), engine)
     progress.until(over)
-    return progress.now + max(each.seconds for each in computed) * slowest * shape.update
+    return progress.now + float(spans.max()) * shape.update
 
 
 def in_buckets(sizes: Sequence[int], first: float, others: float) -> Iterator[tuple[int, int]]:
