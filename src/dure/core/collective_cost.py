@@ -11,6 +11,7 @@ The ring cuts a tensor into K chunks whose sizes differ by at most one element, 
 as long as its largest message on the slowest link: latency + alpha + bytes * (beta + 1 / bandwidth), plus gamma for
 each byte where the round adds. If several ranks are on one machine (`HostedRanks`), the messages of a round that leave
 the machine share its card, and so do those that enter it; messages between its ranks take the link inside the machine.
+Those that take an uplink of a rack or a line between sites (`Transit`) share it in the same way.
 All ranks are taken to begin a round together: that is exact for equal links, and an upper bound for others. Chunks have
 no headers. A collective neither slows other traffic on the same network cards nor is slowed by it. Collectives that
 algorithms build from sends are simulated messages instead.
@@ -22,7 +23,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 HEADER = 64
 """Bytes of a message's header, unless the cluster says otherwise."""
@@ -76,17 +77,42 @@ class Path(NamedTuple):
         return self.seconds(nbytes, adds=adds)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class SharedLink:
+    """One direction of a link of several `machines`, which send into it; those of a downlink receive from it.
+
+    `bandwidth` is in bytes per second.
+    """
+
+    kind: Literal["uplink", "line", "downlink"]
+    bandwidth: float
+    machines: range
+
+
+class Transit(NamedTuple):
+    """The way of a message beside the cards of its ends: shared `links`, and seconds of `latency`."""
+
+    links: tuple[SharedLink, ...]
+    latency: float
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per second of a message alone."""
+        return min((link.bandwidth for link in self.links), default=math.inf)
+
+
 @dataclass(frozen=True)
 class HostedRanks:
-    """Costs of the rounds of ranks of which several are on one machine.
+    """Costs of the rounds of ranks of which several are on one machine, or behind shared links.
 
     `machines` has the machine of each rank; `cards` and `inside` have the path over the card of each machine and the
-    path between two ranks there.
+    path between two ranks there. `transit` gives the way between two machines beside their cards.
     """
 
     machines: Sequence[int]
     cards: Mapping[int, Path]
     inside: Mapping[int, Path]
+    transit: Callable[[int, int], Transit | None]
 
     @property
     def header(self) -> int:
@@ -96,18 +122,20 @@ class HostedRanks:
         return max(path.seconds(nbytes, adds=adds) for path in self.paths(shift))
 
     def paths(self, shift: Shift) -> set[Path]:
-        """The paths of the messages of a round. Those through one direction of a card share its bandwidth equally."""
-        hops = [(self.machines[i], self.machines[j]) for i, j in shift.hops(len(self.machines))]
-        leaving = Counter(here for here, there in hops if here != there)
-        entering = Counter(there for here, there in hops if here != there)
-        found = set()
-        for here, there in set(hops):
-            if here == there:
-                found.add(self.inside[here])
-            else:
-                out, into = self.cards[here], self.cards[there]
-                bandwidth = min(out.bandwidth / leaving[here], into.bandwidth / entering[there])
-                found.add(out._replace(latency=max(out.latency, into.latency), bandwidth=bandwidth))
+        """The paths of the messages of a round. Those through one direction of a link share its bandwidth equally."""
+        hops = Counter((self.machines[i], self.machines[j]) for i, j in shift.hops(len(self.machines)))
+        found = {self.inside[here] for here, there in hops if here == there}
+        leaving, entering, sharing = Counter[int](), Counter[int](), Counter[SharedLink]()
+        ways = {hop: self.transit(*hop) or Transit((), 0.0) for hop in hops if hop[0] != hop[1]}
+        for hop, way in ways.items():
+            leaving[hop[0]] += hops[hop]
+            entering[hop[1]] += hops[hop]
+            sharing.update(dict.fromkeys(way.links, hops[hop]))
+        for (here, there), way in ways.items():
+            out, into = self.cards[here], self.cards[there]
+            bandwidth = min(out.bandwidth / leaving[here], into.bandwidth / entering[there])
+            bandwidth = min([bandwidth, *(link.bandwidth / sharing[link] for link in way.links)])
+            found.add(out._replace(latency=max(out.latency, into.latency) + way.latency, bandwidth=bandwidth))
         return found
 
 

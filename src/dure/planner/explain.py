@@ -219,7 +219,7 @@ def _enough(scene: Scene, within: float) -> float:
         kind.changed(count=max(1, kind.count // FEWER), speed=kind.speed if isinstance(kind.speed, float) else 1.0)
         for kind in scene.cluster.machines
     )
-    fewer = scene.on(scene.cluster.changed(machines=kinds, events=()))
+    fewer = scene.on(scene.cluster.changed(machines=kinds, events=(), sites=(), between=None))
     limit = Deadline(NO_ANSWER * within)
     list(timings([fewer], [(0, PLAIN)], limit))
     taken = NO_ANSWER * within - (limit.left or 0.0)

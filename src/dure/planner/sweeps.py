@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -15,8 +15,9 @@ from dure.planner.timing import Timing
 from dure.runtime.virtual.accelerators import InsideLink
 from dure.runtime.virtual.cluster import Cluster, Link
 from dure.runtime.virtual.compute import Compute, Constant, LogNormal, Trace
+from dure.runtime.virtual.fabric import SiteLine
 
-L = TypeVar("L", Link, InsideLink)
+L = TypeVar("L", Link, InsideLink, SiteLine)
 
 SIGMA = 0.5
 """Spread of the durations of steps in a cluster with stragglers."""
@@ -24,22 +25,20 @@ SIGMA = 0.5
 
 def with_bandwidth(cluster: Cluster, factor: float) -> Cluster:
     """`cluster` with the bandwidths of all links between machines multiplied by `factor`."""
-    return _with_links(cluster, lambda link: link.changed(bandwidth=link.bandwidth * factor))
+    return _with_links(cluster, factor)
 
 
 def with_free_network(cluster: Cluster) -> Cluster:
     """`cluster` in which messages take almost no time; on one host, a synchronization costs no core."""
-
-    def near(link: L) -> L:
-        return link.changed(bandwidth=link.bandwidth * 1e6, latency=0.0)
-
+    near = {"factor": 1e6, "latency": 0.0}
     host = cluster.host
     if host is not None:
         free = host.all_reduce.changed(start=0.0, byte=0.0)
         host = host.changed(all_reduce=free, gradient=free)
-    kinds = tuple(kind.changed(inside=kind.inside and near(kind.inside)) for kind in cluster.machines)
-    inside = cluster.changed(machines=kinds, inside=near(cluster.inside), host=host, alpha=0.0, beta=0.0)
-    return _with_links(inside, near)
+    kinds = tuple(kind.changed(inside=kind.inside and _scaled(kind.inside, **near)) for kind in cluster.machines)
+    inside, racks = _scaled(cluster.inside, **near), cluster.racks and cluster.racks.changed(latency=0.0)
+    free_inside = cluster.changed(machines=kinds, inside=inside, racks=racks, host=host, alpha=0.0, beta=0.0)
+    return _with_links(free_inside, **near)
 
 
 def with_equal_workers(cluster: Cluster) -> Cluster:
@@ -57,9 +56,12 @@ def with_stragglers(cluster: Cluster) -> Cluster:
 
 
 def of_workers(cluster: Cluster, workers: int) -> Cluster | None:
-    """`cluster` with another number of workers; None if its machines are of several kinds, or one would be in part."""
+    """`cluster` with another number of workers.
+
+    None if its machines are of several kinds or at several sites, or one would be in part.
+    """
     kind = cluster.machines[0]
-    if len(cluster.machines) > 1 or isinstance(kind.speed, tuple) or cluster.events:
+    if len(cluster.machines) > 1 or isinstance(kind.speed, tuple) or cluster.events or cluster.sites:
         return None
     if kind.count == 1 and kind.workers > 1:
         return cluster.changed(machines=(kind.with_workers(workers),))
@@ -73,10 +75,19 @@ def without_limits(cluster: Cluster) -> Cluster:
     return cluster.changed(machines=tuple(kind.changed(memory=None) for kind in cluster.machines))
 
 
-def _with_links(cluster: Cluster, change: Callable[[Link], Link]) -> Cluster:
-    kinds = tuple(kind.changed(link=kind.link and change(kind.link)) for kind in cluster.machines)
-    servers = cluster.servers.changed(link=cluster.servers.link and change(cluster.servers.link))
-    return cluster.changed(machines=kinds, servers=servers, link=change(cluster.link))
+def _with_links(cluster: Cluster, factor: float, **rest: float) -> Cluster:
+    kinds = tuple(kind.changed(link=kind.link and _scaled(kind.link, factor, **rest)) for kind in cluster.machines)
+    servers = cluster.servers.changed(link=cluster.servers.link and _scaled(cluster.servers.link, factor, **rest))
+    between: SiteLine | tuple[SiteLine, ...] | None = cluster.between
+    if isinstance(between, tuple):
+        between = tuple(_scaled(line, factor, **rest) for line in between)
+    elif between is not None:
+        between = _scaled(between, factor, **rest)
+    return cluster.changed(machines=kinds, servers=servers, link=_scaled(cluster.link, factor, **rest), between=between)
+
+
+def _scaled(link: L, factor: float, **rest: float) -> L:
+    return link.changed(bandwidth=link.bandwidth * factor, **rest)
 
 
 def _common(compute: Compute) -> dict[str, Any]:

@@ -108,9 +108,10 @@ def simulated_workers(setup: Setup, cluster: Cluster) -> int:
     """The workers of one replica where all replicas are alike; otherwise all.
 
     Replicas are alike if they have equal batches and equal machines of constant speed, meet in each step in collectives
-    alone, and send no messages of their own over a card that another replica uses.
+    alone, and send no messages of their own over a card or an uplink that another replica uses.
     """
-    alone = setup.parts == 1 or setup.parts % cluster.machines[0].workers == 0
+    whole = cluster.fabric is None and setup.parts % cluster.machines[0].workers == 0
+    alone = setup.parts == 1 or whole
     alike = _in_step(setup) and _equal(cluster) and alone
     return setup.parts if alike and len(set(setup.batch_sizes)) == 1 else setup.workers
 

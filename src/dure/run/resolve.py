@@ -253,9 +253,7 @@ def _speeds(
     line = machines[:: 1 if shared is None else shared.ways]
     borders = [(here, there) for n, (here, there) in enumerate(pairwise(line)) if (n + 1) % pipeline.stages]
     bandwidths = [
-        cluster.inside_of(here).bandwidth
-        if here == there
-        else min(cluster.bandwidth_of(here), cluster.bandwidth_of(there))
+        cluster.inside_of(here).bandwidth if here == there else cluster.bandwidth(here, there)
         for here, there in borders
     ]
     return Speeds(seconds, min(bandwidths, default=math.inf), call, times)

@@ -19,6 +19,8 @@ machine can have several workers, which share its network card and its cores. Wo
     machines:
     - {count: 4, workers: 2}                # workers 0 and 1 on machine 0, 2 and 3 on machine 1, ...
     inside: {bandwidth: 12 GB/s, latency: 10 us}    # between workers of one machine
+
+`runtime.virtual.fabric` describes racks and sites.
 """
 
 from __future__ import annotations
@@ -41,17 +43,17 @@ from pydantic import (
 )
 
 from dure.core import units
-from dure.core.collective_cost import HEADER, SMALL
+from dure.core.collective_cost import HEADER, SMALL, Transit
 from dure.core.cost import CodecCost
 from dure.core.deployment import check_workers
 from dure.core.text import quoted
-from dure.core.units import PositiveSeconds, Seconds, Size
+from dure.core.units import PositiveSeconds, Rate, Seconds, Size
 from dure.core.validated import FieldError, Validated, read_yaml_file
 from dure.errors import ClusterError
 from dure.runtime.virtual.accelerators import AcceleratorEngine, Card, InsideLink
 from dure.runtime.virtual.compute import Compute, Constant, Durations, Factor, Speed
+from dure.runtime.virtual.fabric import Fabric, Racks, Site, SiteLines, check_sites
 
-Rate = Annotated[float, BeforeValidator(units.rate), PlainSerializer(units.as_rate, when_used="json")]
 MemoryRate = Annotated[float, BeforeValidator(units.rate), PlainSerializer(units.as_memory_rate, when_used="json")]
 PerByte = Annotated[float, BeforeValidator(units.per_byte), PlainSerializer(units.as_per_byte, when_used="json")]
 Price = Annotated[float, Field(ge=0, le=1e30, allow_inf_nan=False)]
@@ -219,6 +221,7 @@ class Cluster(Validated):
     `host`: if given, all workers and servers are processes of this one machine.
     `inside`: the link between workers of one machine.
     `card`, `engine`: the cards of machines with `gpus`, and the engine of their collectives.
+    `racks`, `sites`, `between`: links that several machines share (`runtime.virtual.fabric`).
     `hosts`: names of the hosts that `dure probe` measured for this description; empty if it was written by hand.
     """
 
@@ -228,6 +231,9 @@ class Cluster(Validated):
     inside: InsideLink = InsideLink()
     card: Card = Card()
     engine: AcceleratorEngine = AcceleratorEngine()
+    racks: Racks | None = None
+    sites: tuple[Site, ...] = ()
+    between: SiteLines | None = None
     host: SharedHost | None = None
     alpha: Seconds = 20e-6
     beta: PerByte = 0.1e-9
@@ -270,6 +276,14 @@ class Cluster(Validated):
         if self.host is not None and self.accelerated:
             problem = "`host` has processes on the cores of one machine: leave it out, or write workers"
             raise FieldError(("machines", 0, "gpus"), problem)
+        return self
+
+    @model_validator(mode="after")
+    def _machines_have_places(self) -> Cluster:
+        if self.host is not None and (self.racks is not None or self.sites):
+            key = "sites" if self.racks is None else "racks"
+            raise FieldError((key,), "`host` places all workers on one machine: leave one of the two out")
+        check_sites(self.sites, self.between, sum(kind.count for kind in self.machines))
         return self
 
     @model_validator(mode="after")
@@ -327,19 +341,21 @@ class Cluster(Validated):
             found += f" of {len(self.machines)} kinds" if len(self.machines) > 1 else ""
             found += f" with {self.workers} workers" if self.workers > len(self._kinds) else ""
             found += f", links of {' and '.join(links)}"
+            found += f", {self.fabric.about()}" if self.fabric is not None else ""
         return found + (f", as measured on {', '.join(self.hosts)}" if self.hosts else "")
 
     def basis(self) -> str:
         """One line on the seconds of these machines: the values that were assumed, and how wrong they may be."""
+        shared = "" if self.fabric is None else f"Described, not measured: {self.fabric.about()}. "
         if self.hosts:
             return (
-                f"Steps and links are measured. How wrong the seconds are on {', '.join(self.hosts)}: not checked yet; "
-                "dure compare with real runs there and this description (--on twice) checks it."
+                f"Steps and links are measured. {shared}How wrong the seconds are on {', '.join(self.hosts)}: not "
+                "checked yet; dure compare with real runs there and this description (--on twice) checks it."
             )
         assumed = self._assumed()
         return (
             f"Assumed by default: {', '.join(assumed)}. " if assumed else "All speeds and links are as described. "
-        ) + "How wrong the seconds are: not checked for these machines; dure probe measures machines."
+        ) + f"{shared}How wrong the seconds are: not checked for these machines; dure probe measures machines."
 
     def _assumed(self) -> list[str]:
         """The speeds and links that are defaults, in words. A file that this cluster wrote names defaults, too."""
@@ -444,9 +460,24 @@ class Cluster(Validated):
         return self._kinds[self.machine_of(worker)].memory
 
     def latency(self, here: int, there: int) -> float:
-        """Latency between two machines, in seconds: the larger of their links' latencies, or of their cards' hops."""
-        cards = [card.hop for card in (self.card_of(here), self.card_of(there)) if card is not None]
-        return max(cards) if len(cards) == 2 else max(self.link_of(here).latency, self.link_of(there).latency)
+        """Latency between two machines, in seconds: the larger of their links' latencies, or of their cards' hops.
+
+        The way between racks or sites adds its own.
+        """
+        hops = [card.hop for card in (self.card_of(here), self.card_of(there)) if card is not None]
+        cards = max(hops) if len(hops) == 2 else max(self.link_of(here).latency, self.link_of(there).latency)
+        transit = self.transit(here, there)
+        return cards if transit is None else cards + transit.latency
+
+    def bandwidth(self, here: int, there: int) -> float:
+        """Bytes per second of a message alone between two machines."""
+        transit = self.transit(here, there)
+        cards = min(self.bandwidth_of(here), self.bandwidth_of(there))
+        return cards if transit is None else min(cards, transit.bandwidth)
+
+    def transit(self, here: int, there: int) -> Transit | None:
+        """The way of a message between two machines beside their cards; None within a rack."""
+        return None if self.fabric is None else self.fabric.transit(here, there)
 
     def durations(self, worker: int, seed: int) -> Durations:
         """Stream of the durations of a worker's steps: the same for the same description, worker and seed."""
@@ -467,6 +498,14 @@ class Cluster(Validated):
             elif event.factor is not None and event.at <= now < event.until:
                 factor *= event.factor
         return factor
+
+    @cached_property
+    def fabric(self) -> Fabric | None:
+        """The links that machines share; None without racks and sites."""
+        if self.racks is None and not self.sites:
+            return None
+        cards = [self.network_bandwidth(kind) for kind in self._kinds]
+        return Fabric(cards, self.racks, self.sites, self.between)
 
     @cached_property
     def _events_of(self) -> dict[int, list[Event]]:

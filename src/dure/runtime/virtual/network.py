@@ -20,6 +20,8 @@ All rules:
   bytes / bandwidth. Its bytes are counted but slow no other message;
 - messages from one node to another arrive in the order in which they were sent. They follow one another on the wire, as
   on one connection, so a pair of nodes has one share of a queue, however many messages wait;
+- a message between machines of different racks or sites also occupies the shared links on its way
+  (`runtime.virtual.fabric`), and has left when all its sides are done;
 - messages between a worker and the nodes beside it use no link: they take alpha + bytes / memory bandwidth, one after
   another per pair;
 - messages between workers of one machine do not use the card. Each worker has a link inside the machine, with a queue
@@ -47,11 +49,11 @@ import numpy as np
 
 from dure.core import accelerator_cost
 from dure.core.accelerator_cost import LeveledCost, Levels, LinkLevel
-from dure.core.collective_cost import COLLECTIVES, Cost, HostedRanks, Path, Paths
+from dure.core.collective_cost import COLLECTIVES, Cost, HostedRanks, Path, Paths, SharedLink
 from dure.core.deployment import WORKER
 from dure.runtime.virtual.cluster import Cluster
 from dure.runtime.virtual.kernel import Kernel
-from dure.runtime.virtual.sharing import EGRESS, INGRESS, Cores, Process, Processor, SharingQueue, Transfer
+from dure.runtime.virtual.sharing import EGRESS, INGRESS, SIDES, Cores, Process, Processor, SharingQueue, Transfer
 
 _BLOCK = 512  # weights drawn at once
 
@@ -101,7 +103,7 @@ class Pair:
     """The connection from one node to another; keeps messages in order. `back` is the one in the other direction."""
 
     __slots__ = ("alpha", "arrived", "back", "backlog", "beta", "current", "dst", "dst_cpu", "egress", "ingress",
-                 "latency", "local", "queues", "src", "src_cpu", "start", "stretch")  # fmt: skip
+                 "latency", "local", "queues", "shared", "src", "src_cpu", "start", "stretch")  # fmt: skip
 
     def __init__(self, src: int, dst: int) -> None:
         self.src = src
@@ -119,6 +121,7 @@ class Pair:
         self.backlog: deque[Message] | None = None  # made when a message first has to wait
         self.egress: SharingQueue
         self.ingress: SharingQueue
+        self.shared: tuple[SharingQueue, ...] = ()  # of racks and sites
         self.src_cpu: Processor
         self.dst_cpu: Processor
 
@@ -163,6 +166,7 @@ class Network:
         for machine in dict.fromkeys(self._machine):
             self._processors[machine] = Processor(cluster.cores_of(machine))
         self._inner: dict[int, tuple[SharingQueue, SharingQueue]] = {}  # of places whose worker has used it
+        self._shared: dict[SharedLink, SharingQueue] = {}  # of racks and sites, of links that a pair has used
         self._pairs: dict[tuple[int, int], Pair] = {}
         self._constants: dict[float, float] = {}  # of pairs: equal ones are one object, as pairs are many
         shared = None if cluster.host is None else Cores(kernel, cluster.host.cores)
@@ -237,11 +241,11 @@ class Network:
             if index in (pair.src, pair.dst):
                 pair.backlog = None
                 transfer = pair.current
-                # What has left the sender's card entirely arrives, though the sender is gone; the rest leaves both
+                # What has left the sender's card entirely arrives, though the sender is gone; the rest leaves all
                 # queues.
                 if transfer is not None and (pair.dst == index or transfer.pending & EGRESS):
                     pair.current = None
-                    for queue in (pair.egress, pair.ingress):
+                    for queue in (pair.egress, pair.ingress, *pair.shared):
                         if transfer.pending & queue.bit:
                             queue.remove(transfer)
         machine = self._machine[index]
@@ -343,11 +347,13 @@ class Network:
             else:
                 pair.latency = self.cluster.latency(here, there)
                 pair.beta = self._beta
+                transit = self.cluster.transit(here, there)
+                pair.shared = () if transit is None else tuple(map(self._shared_queue, transit.links))
             if self.cluster.accelerated and all(self.names[i].startswith(WORKER) for i in ends):
                 pair.latency += self.cluster.engine.start  # the device and the card handle it, and no core
                 pair.alpha = pair.beta = 0.0
             start = pair.latency + pair.alpha
-            stretch = 1.0 / min(pair.egress.bandwidth, pair.ingress.bandwidth)
+            stretch = 1.0 / min(queue.bandwidth for queue in (pair.egress, pair.ingress, *pair.shared))
         constants = self._constants
         pair.start, pair.stretch = constants.setdefault(start, start), constants.setdefault(stretch, stretch)
 
@@ -365,6 +371,11 @@ class Network:
             bandwidth = self.cluster.inside_of(self.cluster.machine_of(place)).bandwidth
             self._inner[place] = self._both_directions(bandwidth)
         return self._inner[place]
+
+    def _shared_queue(self, link: SharedLink) -> SharingQueue:
+        if link not in self._shared:
+            self._shared[link] = SharingQueue(self.kernel, link.bandwidth, SIDES[link.kind], self._left)
+        return self._shared[link]
 
     def _both_directions(self, bandwidth: float) -> tuple[SharingQueue, SharingQueue]:
         return (
@@ -393,14 +404,18 @@ class Network:
         processes[pair.src].run(seconds, sent)
 
     def _transfer(self, message: Message) -> None:
-        """Start to send a message that queues at both cards."""
+        """Start to send a message that queues at both cards, and at the links that machines share."""
         pair = message.pair
         transfer = pair.current = Transfer(message, next(self._weights))
         pair.egress.add(transfer)
         pair.ingress.add(transfer)
+        if pair.shared:
+            for queue in pair.shared:
+                transfer.pending |= queue.bit
+                queue.add(transfer)
 
     def _left(self, transfer: Transfer) -> None:
-        """End `transfer`, whose two sides are done: the cores handle it, and the next message of its pair starts."""
+        """End `transfer`, whose sides are done: the cores handle it, and the next message of its pair starts."""
         message = transfer.message
         pair = message.pair
         now = self.kernel.now
@@ -447,7 +462,9 @@ def paths_of(cluster: Cluster, places: Sequence[int], *, gradient: bool = False)
     """
     machines = [cluster.machine_of(place) for place in places]
     path = path_of(cluster, machines, gradient=gradient)
-    if len(set(machines)) == len(set(places)):
+    fabric = cluster.fabric
+    apart = fabric is not None and len(set(map(fabric.rack_of, machines))) > 1
+    if len(set(machines)) == len(set(places)) and not apart:
         return path
     inside = {each: cluster.inside_of(each) for each in machines}
     return HostedRanks(
@@ -457,4 +474,5 @@ def paths_of(cluster: Cluster, places: Sequence[int], *, gradient: bool = False)
             each: path._replace(beta=0.0, bandwidth=link.bandwidth, latency=link.latency)
             for each, link in inside.items()
         },
+        cluster.transit,
     )

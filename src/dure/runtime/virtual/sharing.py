@@ -30,6 +30,9 @@ from dure.runtime.virtual.kernel import Kernel, Timer
 EGRESS, INGRESS, BOTH = 1, 2, 3
 """Sides of a transfer, as bits: the sender's card, the receiver's card."""
 
+SIDES = {"uplink": 4, "line": 8, "downlink": 16}
+"""Sides of a transfer on the links that machines share, by their kind, as bits."""
+
 
 class Demand:
     """A request for `seconds` of a core; `done` is called at its end. `tag` is the end in the time of the cores."""
@@ -213,9 +216,9 @@ class Transfer:
 
 
 class SharingQueue:
-    """One direction of one card: transfers share `bandwidth` bytes per second in proportion to their weights.
+    """One direction of a card or a shared link: transfers share `bandwidth` bytes/s in proportion to their weights.
 
-    `bit` is the side of a `Transfer` that this queue serves; `left` is called when both sides of a transfer are done.
+    `bit` is the side of a `Transfer` that this queue serves; `left` is called when all sides of a transfer are done.
     """
 
     __slots__ = ("_due", "_fire", "_heap", "_last", "_left", "_sequence", "_total", "_virtual", "active", "bandwidth",
