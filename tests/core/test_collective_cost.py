@@ -210,6 +210,72 @@ def test_without_shared_hosts_the_costs_are_those_of_one_path() -> None:
     assert network.paths([1, 7]) == network.path([1, 7])
 
 
+SHARED = {
+    "racks": {"racks": {"machines": 4, "oversubscription": 16, "latency": 2e-3}},
+    "sites": {
+        "sites": [{"machines": 4}, {"machines": 4}],
+        "between": {"bandwidth": 5e5, "latency": 2e-3},
+    },
+}
+
+
+def apart(workers: int = 1, **levels: object) -> tuple[HeapKernel, Network]:
+    """Eight machines in two racks or at two sites, with cards of 1 MB/s."""
+    kernel = HeapKernel()
+    machines = Machines(count=8, workers=workers, cores=32)
+    link, costs = Link(bandwidth=PATH.bandwidth, latency=PATH.latency), {"alpha": PATH.alpha, "beta": PATH.beta}
+    cluster = Cluster(machines=[machines], link=link, gamma=0, inside=INSIDE, **costs, **levels)  # type: ignore[arg-type]
+    return kernel, Network(cluster, kernel, placed(cluster))
+
+
+@pytest.mark.parametrize("oversubscription", [1, 2, 8])
+def test_a_ring_over_two_racks_has_its_closed_form(oversubscription: float) -> None:
+    """An uplink of 4 cards / oversubscription has one message of a round, or four where racks alternate."""
+    _, network = apart(racks={"machines": 4, "oversubscription": oversubscription, "latency": 3e-3})
+    fixed, chunk = PATH.latency + 3e-3 + PATH.alpha, 20_000
+    for order, messages in ((range(8), 1), ((0, 4, 1, 5, 2, 6, 3, 7), 4)):
+        slowest = max(1 / PATH.bandwidth, messages * oversubscription / (4 * PATH.bandwidth))
+        expected = 14 * (fixed + chunk * (PATH.beta + slowest))
+        assert network.cost("all_reduce", 8 * chunk, order).seconds == pytest.approx(expected, rel=1e-12)
+    within = network.cost("all_reduce", 4 * chunk, range(4))
+    assert within.seconds == pytest.approx(6 * PATH.seconds(chunk), rel=1e-12)
+
+
+@pytest.mark.parametrize("levels", SHARED)
+@pytest.mark.parametrize("order", [range(8), (0, 4, 1, 5, 2, 6, 3, 7), (0, 1, 4, 5, 2, 3), (3, 4)])
+def test_a_ring_over_shared_links_takes_as_long_as_its_messages(levels: str, order: tuple[int, ...]) -> None:
+    """Rounds one after another; the uplink has a quarter of a card, the line half of one."""
+    kernel, network = apart(**SHARED[levels])
+    ranks, chunk = len(order), 20_000
+    hops = [(order[i], order[(i + 1) % ranks], chunk) for i in range(ranks)]
+    play(kernel, network, [hops] * (2 * (ranks - 1)))
+    kernel.run()
+    cost = network.cost("all_reduce", chunk * ranks, order)
+    assert kernel.now == pytest.approx(cost.seconds, rel=1e-9)
+    crossing = sum(src < 4 <= dst for src, dst, _ in hops)
+    share = {"racks": 2.5e5, "sites": 5e5}[levels] / crossing
+    fixed = PATH.latency + 2e-3 + PATH.alpha
+    assert cost.seconds == pytest.approx(2 * (ranks - 1) * (fixed + chunk * (PATH.beta + 1 / share)), rel=1e-12)
+
+
+@pytest.mark.parametrize("levels", SHARED)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_tree_over_shared_links_takes_as_long_as_its_messages(levels: str, workers: int) -> None:
+    kernel, network = apart(workers, **SHARED[levels])
+    ranks = 8 * workers
+    rounds = [[(i, i + 2**r, 20_000) for i in range(2**r)] for r in range(ranks.bit_length() - 1)]
+    play(kernel, network, rounds)
+    kernel.run()
+    assert kernel.now == pytest.approx(network.cost("broadcast", 20_000, range(ranks)).seconds, rel=1e-9)
+
+
+def test_ranks_of_one_rack_have_the_costs_of_one_path() -> None:
+    _, network = apart(**SHARED["racks"])
+    assert network.paths([0, 2, 3]) == network.path([0, 2, 3])
+    assert network.paths([5]) == network.path([5])
+    assert network.cost("all_reduce", 4000, [5]).seconds == 0.0
+
+
 def test_the_network_charges_and_counts_a_collective() -> None:
     _, network = ring_network(4)
     charged = network.cost("all_reduce", 10 * 8, [f"worker {i}" for i in (1, 2, 3)], itemsize=8)

@@ -118,7 +118,9 @@ class Validated(BaseModel):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise _fault(type(self), error.errors(include_url=False)[0]) from None
+            # An unknown key may be a required one with a typing error, which is then missing, too.
+            faults = sorted(error.errors(include_url=False), key=lambda each: each["type"] != "extra_forbidden")
+            raise _fault(type(self), faults[0]) from None
 
     def changed(self, **values: Any) -> Self:
         """This description with other values: made anew, as a copy would keep properties that depend on the values."""

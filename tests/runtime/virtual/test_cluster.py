@@ -18,6 +18,7 @@ from dure.errors import ClusterError
 from dure.runtime.virtual.accelerators import AcceleratorEngine, Card, InsideLink
 from dure.runtime.virtual.cluster import Cluster, Event, Link, Machines, ServerMachines, SharedHost
 from dure.runtime.virtual.compute import Constant, LogNormal, Pareto, ShiftedExponential, Trace
+from dure.runtime.virtual.fabric import Racks, Site, SitePair
 
 FULL = """
 machines:
@@ -127,6 +128,13 @@ CLUSTERS = {
         inside=InsideLink(bandwidth="96 Gbit/s"),
     ),
     "servers": Cluster(servers=ServerMachines(cores=2, link=Link(bandwidth="1 MB/s"))),
+    "racks": Cluster(racks={"machines": 3, "oversubscription": 8 / 3, "latency": "3 us"}),
+    "sites": Cluster(sites=[{"machines": 3}, {"machines": 5}], between={"bandwidth": "1 Gbit/s", "latency": 1 / 3}),
+    "pairs of sites": Cluster(
+        machines=[Machines(count=3)],
+        sites=[{"machines": 1}] * 3,
+        between=[{"sites": pair, "bandwidth": 1e9 / 7, "latency": "1 ms"} for pair in ([0, 1], [2, 1], [0, 2])],
+    ),
 }
 
 
@@ -158,6 +166,10 @@ def test_a_cluster_does_not_change() -> None:
     with raising(ValidationError, "frozen"):
         Cluster().alpha = 0.0
 
+
+EIGHT = "sites: [{machines: 3}, {machines: 5}]\nbetween: {bandwidth: 1 Gbit/s, latency: 30 ms}"
+LINE = "bandwidth: 1 Gbit/s, latency: 30 ms"
+PAIRS = "sites: [{machines: 3}, {machines: 4}, {machines: 1}]\n"
 
 MISTAKES = {
     "link: {bandwidth: -10 Gbit/s}": ["link.bandwidth", "'-10 Gbit/s'", "not negative", "'10 Gbit/s'"],
@@ -198,6 +210,31 @@ MISTAKES = {
     "machines: [{compute: {distribution: trace, durations: [1, -1]}}]": ["compute.durations[1]", "-1", "negative"],
     "machines: [{compute: {distribution: trace, durations: [1], seconds: 2}}]": ["compute.seconds", "leave it out"],
     "machines: [{compute: {distribution: trace, file: none.txt}}]": ["machines[0].compute", "none.txt", "No such file"],
+    "racks: {}": ["racks.machines", "required"],
+    "racks: {machine: 4}": ["racks", "'machine'", "did you mean 'machines'"],
+    "racks: {machines: 4, oversubscription: 0.25}": ["racks.oversubscription", "0.25", "at least 1"],
+    "racks: {machines: 4, oversubscription: .nan}": ["racks.oversubscription", "nan", "at most"],
+    "racks: {machines: 4}\nhost: {cores: 2}": ["racks", "`host` places all workers on one machine"],
+    f"{EIGHT}\nhost: {{cores: 2}}": ["sites", "`host` places all workers on one machine"],
+    EIGHT.partition("\n")[0]: ["between", "between: {bandwidth: 1 Gbit/s, latency: 30 ms}"],
+    EIGHT.partition("\n")[2]: ["between", "there are none", "write sites"],
+    f"machines: [{{count: 9}}]\n{EIGHT}": ["sites", "8 machines", "the cluster has 9"],
+    "sites: [{machines: 8}]": ["sites", "is 1", "2 to 100"],
+    f"sites: [{', '.join(['{machines: 1}'] * 101)}]": ["sites", "is 101", "2 to 100"],
+    "sites: [{machines: 0}, {machines: 8}]": ["sites[0].machines", "0", "at least 1"],
+    f"{EIGHT.partition('between')[0]}between: {{bandwith: 1, latency: 1}}": ["between", "did you mean 'bandwidth'"],
+    f"{EIGHT.partition('between')[0]}between: {{bandwidth: 1}}": ["between.latency", "required"],
+    f"{EIGHT.partition('between')[0]}between: 3": ["between", "3", "mapping"],
+    f"{PAIRS}between: []": ["between", "[0, 1], [0, 2], [1, 2] is missing"],
+    f"{PAIRS}between: [{{{LINE}, sites: [2, 0]}}]": ["between", "[0, 1], [1, 2] is missing", "each pair once"],
+    f"{PAIRS}between: [{{{LINE}, sites: [2, 3]}}]": ["between[0].sites", "no site 3 among 3", "0 to 2"],
+    f"{PAIRS}between: [{{{LINE}, sites: [1, 1]}}]": ["between[0].sites", "[1, 1]", "[0, 1]"],
+    f"{PAIRS}between: [{{{LINE}, sites: [1]}}]": ["between[0].sites", "[1]", "[0, 1]"],
+    f"{PAIRS}between: [{{{LINE}, sites: [0, 1]}}, {{{LINE}, sites: [1, 0]}}]": [
+        "between[1].sites",
+        "0 and 1 have a line",
+    ],
+    f"{PAIRS}between: [{{{LINE}}}]": ["between[0].sites", "required"],
     "alpha: -1": ["alpha", "-1", "not negative"],
     "events: [{kind: crash, worker: 1}]": ["events[0].at", "required"],
     "events: [{at: 1 s, kind: crsh, worker: 1}]": ["events[0].kind", "'crsh'", "did you mean 'crash'"],
@@ -304,6 +341,7 @@ def test_the_page_names_no_constant_that_a_cluster_file_cannot_set() -> None:
     names = [line.split("|")[1].strip() for line in section.splitlines() if line.startswith("|")][2:]
     kinds = {"": Cluster, "link": Link, "host": SharedHost, "servers": ServerMachines, "machines[]": Machines}
     kinds |= {"inside": InsideLink, "card": Card, "engine": AcceleratorEngine}
+    kinds |= {"inside": InsideLink, "racks": Racks, "sites[]": Site, "between": SitePair}
     for name in names:
         kind, _, key = name.removeprefix("`").removesuffix("`").rpartition(".")
         assert key in kinds[kind].model_fields
@@ -326,7 +364,8 @@ def test_the_page_names_every_key_and_its_default() -> None:
     said = {row[0].strip("`"): row[-1] for row in rows}
     kinds = {"": Cluster, "link.": Link, "host.": SharedHost, "servers.": ServerMachines, "machines[].": Machines}
     kinds |= {"inside.": InsideLink, "card.": Card, "engine.": AcceleratorEngine}
-    whole = {"machines", "servers", "link", "inside", "card", "engine", "host", "events"}
+    kinds |= {"racks.": Racks, "sites[].": Site, "between.": SitePair}
+    whole = {"machines", "servers", "link", "inside", "card", "engine", "host", "events", "racks", "sites", "between"}
     for prefix, kind in kinds.items():
         for name in kind.model_fields.keys() - (whole if not prefix else set()):
             assert prefix + name in said

@@ -85,7 +85,7 @@ def sides_of_cards(src: int, dst: int) -> tuple[str, str]:
 def fluid(
     messages: list[tuple[float, int, int, int]],
     rates: dict[str, float],
-    sides: Callable[[int, int], tuple[str, str]] = sides_of_cards,
+    sides: Callable[[int, int], tuple[str, ...]] = sides_of_cards,
 ) -> list[float]:
     """When each (start, src, dst, bytes) has left, by stepping a fluid from change to change: O(n^2), no tricks.
 
@@ -314,6 +314,147 @@ def test_colocated_nodes_share_a_card() -> None:
     wires.send(1, "worker 0", MIB, "to the worker")
     wires.send(2, "server 0", MIB, "to the server")
     assert list(wires.run().values()) == pytest.approx([2 * MIB / 1e6] * 2)
+
+
+# ---- racks and sites
+
+LINE = {"bandwidth": 5e5, "latency": 0.5}
+TWO_SITES = {"sites": [{"machines": 2}, {"machines": 2}], "between": LINE}
+
+
+def racks(machines: int, oversubscription: float, latency: float = 0.0) -> dict[str, object]:
+    return {"racks": {"machines": machines, "oversubscription": oversubscription, "latency": latency}}
+
+
+@pytest.mark.parametrize("wire", [1000, SMALL, MIB])
+def test_alone_a_message_takes_the_slowest_link_and_all_latencies(wire: int) -> None:
+    beta = 3e-7
+    slow = {"latency": 0.01, "alpha": 0.002, "beta": beta}
+    handling = 0.002 + (wire * beta if wire > SMALL else 0.0)
+    for levels, latency, bandwidth in (
+        (racks(2, 8, 0.1), 0.11, 2.5e5),
+        (racks(2, 2, 0.1), 0.11, 1e6),
+        (TWO_SITES, 0.51, 5e5),
+        (TWO_SITES | racks(1, 4, 0.1), 0.61, 2.5e5),
+    ):
+        wires = Wires(**slow, **levels)  # type: ignore[arg-type]
+        wires.send("worker 1", "worker 2", wire, "it")
+        assert wires.run()["it"] == pytest.approx(latency + handling + wire / bandwidth, rel=1e-12)
+
+
+@pytest.mark.parametrize("senders", [1, 2, 3, 8])
+@pytest.mark.parametrize("levels", ["racks", "sites"])
+def test_k_over_one_uplink_take_k_times_as_long(senders: int, levels: str) -> None:
+    """From machines to as many others; the messages back and those within a rack are not in their way."""
+    sites = {"sites": [{"machines": 10}] * 2, "between": {**LINE, "latency": 0}}
+    chosen = {"racks": racks(10, 20), "sites": sites}
+    wires = Wires(workers=20, latency=0.25, **chosen[levels])  # type: ignore[arg-type]
+    for i in range(senders):
+        wires.send(i, 10 + i, MIB, i)
+    wires.send(10, 0, MIB, "back")
+    wires.send(18, 19, MIB, "within")
+    arrived = wires.run()
+    assert [arrived[i] for i in range(senders)] == pytest.approx([0.25 + senders * MIB / 5e5] * senders, rel=1e-12)
+    assert arrived["back"] == pytest.approx(0.25 + MIB / 5e5, rel=1e-12)
+    assert arrived["within"] == pytest.approx(0.25 + MIB / 1e6, rel=1e-12)
+
+
+def test_messages_to_several_racks_share_the_uplink_of_theirs_and_no_other() -> None:
+    """Racks of two with uplinks of half a card: two out of rack 0 take twice as long, one from rack 3 does not."""
+    wires = Wires(workers=8, **racks(2, 4))  # type: ignore[arg-type]
+    wires.send(0, 2, MIB, "to rack 1")
+    wires.send(1, 4, MIB, "to rack 2")
+    wires.send(6, 3, MIB, "from rack 3")
+    alone = MIB / 5e5
+    # Into rack 1 come two: they share its downlink, as the first two share an uplink.
+    assert wires.run() == pytest.approx({"to rack 1": 2 * alone, "to rack 2": 2 * alone, "from rack 3": 2 * alone})
+    wires = Wires(workers=8, **racks(2, 4))  # type: ignore[arg-type]
+    wires.send(0, 2, MIB, "to rack 1")
+    wires.send(1, 4, MIB, "to rack 2")
+    wires.send(6, 5, MIB // 2, "from rack 3")
+    assert wires.run()["from rack 3"] == pytest.approx(alone)
+
+
+def test_pairs_of_sites_have_lines_of_their_own() -> None:
+    pairs = [(0, 1, 1e5, 0.1), (0, 2, 2e5, 0.2), (1, 2, 4e5, 0.4)]
+    between = [{"sites": [a, b], "bandwidth": rate, "latency": late} for a, b, rate, late in pairs]
+    wires = Wires(workers=3, sites=[{"machines": 1}] * 3, between=between)
+    for a, b, _, _ in pairs:
+        wires.send(a, b, MIB, (a, b))
+        wires.send(b, a, MIB, (b, a))
+    expected = {key: late + MIB / rate for a, b, rate, late in pairs for key in ((a, b), (b, a))}
+    assert wires.run() == pytest.approx(expected)
+
+
+def test_a_server_of_its_own_is_beside_the_racks_of_the_first_site() -> None:
+    wires = Wires(servers=1, **racks(1, 4), **TWO_SITES)  # type: ignore[arg-type]
+    wires.send("worker 0", "server 0", MIB, "near")
+    assert wires.run()["near"] == pytest.approx(MIB / 2.5e5)
+    wires.send("server 0", "worker 3", MIB, "far", at=10.0)
+    assert wires.run()["far"] == pytest.approx(10.5 + MIB / 2.5e5)
+
+
+RACKED = racks(2, 3)
+
+
+def sides_of_racks(src: int, dst: int) -> tuple[str, ...]:
+    """The sides of the links that a message takes between machines in racks of two."""
+    return (*sides_of_cards(src, dst), *((f"up {src // 2}", f"down {dst // 2}") if src // 2 != dst // 2 else ()))
+
+
+@settings(max_examples=100, deadline=None)
+@given(traffic, st.lists(st.sampled_from([2.5e5, 1e6, 4e6]), min_size=4, max_size=4))
+def test_racks_share_their_uplinks_as_a_fluid(
+    messages: list[tuple[float, int, int, int]], bandwidths: list[float]
+) -> None:
+    messages.sort(key=lambda m: m[0])
+    wires = Wires()
+    machines = [Machines(link=Link(bandwidth=rate, latency=0)) for rate in bandwidths]
+    wires.network = Network(c := Cluster(machines=machines, alpha=0, beta=0, **RACKED), wires.kernel, placed(c))  # type: ignore[arg-type]
+    for i, (start, src, dst, wire) in enumerate(messages):
+        wires.send(src, dst, wire, i, at=start)
+    arrived = wires.run()
+    rates = {side: rate for i, rate in enumerate(bandwidths) for side in sides_of_cards(i, i)}
+    for rack in (0, 1):
+        rates |= dict.fromkeys((f"up {rack}", f"down {rack}"), sum(bandwidths[2 * rack : 2 * rack + 2]) / 3)
+    left = fluid(messages, rates, sides_of_racks)
+    assert [arrived[i] for i in range(len(messages))] == pytest.approx(left, rel=1e-9, abs=1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(traffic)
+def test_no_uplink_carries_more_than_its_bandwidth_nor_rests_with_work(
+    messages: list[tuple[float, int, int, int]],
+) -> None:
+    """All from one rack to the other, each between cards of its own, which are wide."""
+    count = len(messages)
+    wires = Wires(workers=2 * count, **racks(count, count))  # type: ignore[arg-type]
+    done = 0.0
+    for i, (start, _, _, wire) in enumerate(sorted(messages)):
+        wires.send(i, count + i, wire, i, at=start)
+        done = max(done, start) + wire / 1e6  # an uplink is as wide as a card
+    assert max(wires.run().values()) == pytest.approx(done, rel=1e-9)
+
+
+@settings(max_examples=50, deadline=None)
+@given(traffic)
+def test_racks_that_are_not_oversubscribed_change_nothing(messages: list[tuple[float, int, int, int]]) -> None:
+    ends = []
+    for levels in ({}, racks(2, 1)):
+        wires = Wires(latency=0.01, alpha=0.001, beta=1e-7, **levels)  # type: ignore[arg-type]
+        for i, (start, src, dst, wire) in enumerate(messages):
+            wires.send(src, dst, wire, i, at=start)
+        ends.append(wires.run())
+    assert ends[0] == ends[1]
+
+
+def test_a_crash_frees_the_uplink() -> None:
+    """Cards of 1 MB/s and an uplink of half of that: the other message has half of it until the crash, then all."""
+    wires = Wires(**racks(2, 4))  # type: ignore[arg-type]
+    wires.send(0, 2, MIB, "lost")
+    wires.send(1, 3, MIB, "it")
+    wires.kernel.at(1.0, lambda: wires.network.drop(0))
+    assert wires.run() == pytest.approx({"it": 1.0 + (MIB - 2.5e5) / 5e5})
 
 
 # ---- several workers on one machine

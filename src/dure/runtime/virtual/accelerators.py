@@ -17,11 +17,10 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
 
 from dure.core import units
-from dure.core.units import Seconds, Size
+from dure.core.units import Rate, Seconds, Size
 from dure.core.validated import Validated
 
 MemoryRate = Annotated[float, BeforeValidator(units.rate), PlainSerializer(units.as_memory_rate, when_used="json")]
-Rate = Annotated[float, BeforeValidator(units.rate), PlainSerializer(units.as_rate, when_used="json")]
 
 
 class InsideKind(NamedTuple):

@@ -183,8 +183,9 @@ class Fabric:
             count, factor = self._of_servers, self.racks.oversubscription
             found.append(f"{count} rack{'s' if count > 1 else ''} with an oversubscription of {factor:g}")
         if self._lines:
-            rates = dict.fromkeys(units.as_rate(link.bandwidth) for link, _ in self._lines.values())
-            found.append(f"{len(self._sites)} sites with {' and '.join(rates)} between them")
+            rates = [line.bandwidth for line, _ in self._lines.values()]
+            ends = dict.fromkeys(units.as_rate(end(rates)) for end in (min, max))
+            found.append(f"{len(self._sites)} sites with {' to '.join(ends)} between them")
         return ", ".join(found)
 
 
