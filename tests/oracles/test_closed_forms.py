@@ -27,6 +27,7 @@ from dure.planner.timing import setup_in, timed
 from dure.run.strategy import Strategy
 from dure.runtime.virtual.cluster import Cluster, Event, Link, Machines, SharedHost
 from dure.runtime.virtual.compute import Constant, LogNormal, Pareto, ShiftedExponential, Trace
+from dure.runtime.virtual.fabric import Racks, Site, SiteLine
 from dure.runtime.virtual.kernel import Kernel
 from dure.topology.collective.choice import Collective
 
@@ -347,6 +348,23 @@ def test_workers_that_share_the_card_of_a_host_have_closed_forms():
     for text in (*texts, "averaging:period=4", "bsp ps:shards=2", "bsp 1bit"):
         form = closed_form(setup_in(scene, text), hosts)
         assert timed(scene, text).seconds == pytest.approx(form, rel=5e-3), text
+
+
+EVERYWHERE = ("bsp", "averaging:period=4", "bsp fp16", "bsp ps:shards=2", "bsp 1f1b:stages=4,micro=4")
+APART = {
+    "racks": ((*EVERYWHERE, "downpour ps:shards=2"), {"racks": Racks(machines=2, oversubscription=40, latency=1e-4)}),
+    "sites": (EVERYWHERE, {"sites": (Site(machines=2),) * 2, "between": SiteLine(bandwidth=2e7, latency=1e-3)}),
+}
+"""Strategies, and clusters of four machines. Workers that do not wait have no form where some are near servers."""
+
+
+@pytest.mark.parametrize("name", APART)
+def test_racks_and_sites_have_closed_forms(name):
+    texts, rest = APART[name]
+    for text in texts:
+        job = "slices" if "stages=4" in text else "digits-mlp"
+        assert abs(difference(text, 4, 1e9, job=job, **rest)) <= 0.01, text
+        assert timing(text, 4, 1e9, job=job, **rest).seconds > 1.01 * timing(text, 4, 1e9, job=job).seconds
 
 
 def test_one_worker_has_the_seconds_of_its_computation():

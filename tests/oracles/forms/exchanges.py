@@ -153,8 +153,13 @@ def _collective(copies, topology):
     hosts = [len(host) for host in hosts_of(machines_of(topology, machines))]
     hosted = topology.algorithm in HOSTED
     crowded = any(2 * machines.count(each) > cluster.cores_of(each) for each in machines)
-    if cluster.host is not None or crowded or (not hosted and 1 < len(set(machines)) < copies.count):
-        return None  # messages share cores, or a card
+    if (
+        cluster.host is not None
+        or cluster.fabric is not None
+        or crowded
+        or (not hosted and 1 < len(set(machines)) < copies.count)
+    ):
+        return None  # messages share cores, a card or an uplink
     wire, links = Wire(*path_of(cluster, machines), cluster.small), [cluster.inside_of(each) for each in machines]
     latency, bandwidth = max(link.latency for link in links), min(link.bandwidth for link in links)
     inside = wire._replace(latency=latency, bandwidth=bandwidth, beta=0.0)

@@ -1,8 +1,8 @@
 """Seconds of messages, alone and of several that leave together, by the load of links and cores: none is simulated.
 
-A message over the cards of two machines loads one direction of each card; one between workers of a machine loads the
-inner links. The last message arrives after the busiest direction, the work of the cores for messages that end together,
-and a latency:
+A message over the cards of two machines loads one direction of each card, and of each link of racks and sites on its
+way; one between workers of a machine loads the inner links. The last message arrives after the busiest direction, the
+work of the cores for messages that end together, and a latency:
 
     seconds  =  max over directions of (bytes / bandwidth) + ceil(messages / cores) * (alpha + bytes * beta) + latency
 
@@ -68,8 +68,8 @@ class Transfers:
         if here == there:
             inside = cluster.inside_of(here)
             return beside._replace(bandwidth=inside.bandwidth, latency=inside.latency)
-        bandwidth = min(cluster.link_of(machine).bandwidth for machine in (here, there))
-        return beside._replace(latency=cluster.latency(here, there), bandwidth=bandwidth, beta=cluster.beta)
+        costs = {"latency": cluster.latency(here, there), "bandwidth": cluster.bandwidth(here, there)}
+        return beside._replace(beta=cluster.beta, **costs)
 
     def message(self, flow):
         """Seconds of a message without others."""
@@ -116,13 +116,16 @@ class Transfers:
         return wire.alpha + (flow.nbytes + wire.header) * wire.beta
 
     def _directions(self, flows):
-        """Seconds for which each direction of a card, by machine, or of an inner link, by place, is busy."""
+        """Seconds of each direction of a card, by machine, of an inner link, by place, and of each shared link."""
         found, cluster = defaultdict(float), self.cluster
         for flow in flows:
             (here, there), nbytes = self._ends(flow), flow.nbytes + cluster.header
             if here != there:
                 found["out", here] += nbytes / cluster.link_of(here).bandwidth
                 found["in", there] += nbytes / cluster.link_of(there).bandwidth
+                transit = cluster.transit(here, there)
+                for link in () if transit is None else transit.links:
+                    found[link] += nbytes / link.bandwidth
             else:
                 found["out inside", self.places[flow.source]] += nbytes / cluster.inside_of(here).bandwidth
                 found["in inside", self.places[flow.target]] += nbytes / cluster.inside_of(here).bandwidth

@@ -11,6 +11,8 @@ import pytest
 import dure.runtime.virtual.fabric as module
 from dure.job.job import load_job
 from dure.planner.candidates import Scene
+from dure.planner.explain import no_answer
+from dure.planner.search import Found
 from dure.planner.sweeps import of_workers, with_bandwidth, with_free_network
 from dure.planner.timing import setup_in, simulated_workers, timed
 from dure.runtime.virtual.cluster import Cluster, Link, Machines, ServerMachines
@@ -148,6 +150,11 @@ def test_replicas_that_share_uplinks_are_all_simulated() -> None:
     here = scene(racks=Racks(machines=4, oversubscription=4))
     assert simulated_workers(setup_in(here, "bsp gpipe:stages=2,micro=4"), here.cluster) == 8
     assert simulated_workers(setup_in(here, "bsp"), here.cluster) == 1
+
+
+def test_the_seconds_that_suffice_are_estimated_for_sites_too() -> None:
+    here = scene(sites=[Site(machines=4)] * 2, between=LINE)
+    assert "--within" in no_answer(here, Found(left={"bsp": 0.1}), 1.0)
 
 
 @pytest.mark.parametrize("strategy", ["bsp", "bsp collective:algorithm=ring", "bsp ps", "averaging:period=2"])
