@@ -248,7 +248,7 @@ def main() -> None:
             file.flush()
         found = [each for each in results(rows) if each.point.job in jobs]
         print(*table(found), "", *judgements(found), sep="\n")
-        facts["rows"] = [each.asdict(point) | {"measured": each.measured, "rule": each.predicted} for each in found]
+        facts["rows"] = [asdict(each.point) | {"measured": each.measured, "rule": each.predicted} for each in found]
 
 
 if __name__ == "__main__":
