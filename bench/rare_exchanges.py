@@ -7,8 +7,8 @@ Each strategy runs at several multiples of the job's learning rate, and so does 
 counts. The measured gain is the steps of one machine over those of each of K workers. The rule (`planner/ranking.py`)
 predicts it from the gain of bsp on as many workers, and from E, the exchanges in the steps of one machine.
 
-RARE and PAIR were fitted to averaging and ad-psgd of the two perceptrons on 2 and 4 workers (`fitted`). All other rows
-check them.
+RARE and PAIR were fitted to averaging and ad-psgd of the two perceptrons on 2 and 4 workers, BITS to averaging of
+mnist-mlp on 4 workers (`fitted`). All other rows check them.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from dure.run.strategy import Strategy
 from dure.runtime.virtual.cluster import Cluster, Link, Machines
 from dure.runtime.virtual.compute import Constant
 
-STEP, FAST = 0.01, 1000.0
-"""Seconds of a step, and Mbit/s where the link does not matter."""
+STEP, FAST, ADAMW = 0.01, 1000.0, 0.001
+"""Seconds of a step, Mbit/s where the link does not matter, and the rate of DiLoCo's AdamW."""
 
 EVALUATIONS = 50
 Row = dict[str, Any]
@@ -92,11 +92,18 @@ def points(job: str, case: Case) -> Iterator[Point]:
         for codec in ("1bit", "int8", "top-k"):
             yield Point(job, workers, f"bsp {codec}")
             yield from (Point(job, workers, f"averaging:period={period} {codec}") for period in PERIODS[:3])
+        yield from (Point(job, workers, f"diloco:period={period}") for period in (10, 30, 100))
+        yield from (Point(job, workers, f"diloco:period=100 {codec}") for codec in ("1bit", "top-k"))
         yield from (Point(job, workers, "downpour ps", mbit) for mbit in LINKS[::2])
 
 
 def rates_of(point: Point, case: Case) -> Sequence[float]:
-    """The rates of a strategy: lower ones too where momentum, or one update for each gradient, asks for them."""
+    """The rates of a strategy: lower ones too where momentum, or one update for each gradient, asks for them.
+
+    Those of DiLoCo are multiples of the rate of its AdamW.
+    """
+    if point.strategy.startswith("diloco"):
+        return (1, 3, 10)
     lower = point.strategy.startswith(("bmuf", "downpour"))
     return (case.rates[0] / 4, case.rates[0] / 2, *case.rates) if lower else case.rates
 
@@ -107,7 +114,8 @@ def measured(point: Point, case: Case, rate: float, seed: int) -> Row:
     machines = Machines(count=point.workers, compute=Constant(seconds=STEP))
     cluster = Cluster(machines=(machines,), link=Link(bandwidth=point.mbit * 125e3, latency=1e-3))
     scene, target = Scene(job, cluster, point.workers * case.batch), Target(case.loss, "loss")
-    options = config_of(scene, point.strategy).plain() | {"lr": rate * job.optimizer.lr, "seed": seed}
+    one = ADAMW if point.strategy.startswith("diloco") else job.optimizer.lr
+    options = config_of(scene, point.strategy).plain() | {"lr": rate * one, "seed": seed}
     options |= {"steps": case.steps, "eval_every": max(1, case.steps // EVALUATIONS), "eval_samples": case.samples}
     row: Row = asdict(point) | {"rate": rate, "seed": seed, "steps": None, "bytes": 0.0}
     try:
@@ -135,7 +143,9 @@ class Result(NamedTuple):
 
     @property
     def fitted(self) -> bool:
-        """Whether RARE or PAIR was fitted to this row."""
+        """Whether a constant was fitted to this row."""
+        if self.point.job == "mnist-mlp" and self.point.workers == 4 and self.point.strategy.endswith("1bit"):
+            return self.point.strategy.startswith("averaging")
         perceptron = self.point.job in ("digits-mlp", "mnist-mlp") and self.point.workers in (2, 4)
         return perceptron and " " not in self.point.strategy and self.point.strategy.startswith(("averaging", "ad-"))
 
@@ -212,7 +222,7 @@ def judgements(found: Sequence[Result]) -> Iterator[str]:
     yield judged("Fitted", [each for each in found if each.fitted])
     yield judged("Perceptrons on 8 workers", [each for each in rest if each.point.workers == 8])
     yield judged("mnist-cnn", [each for each in rest if each.point.job == "mnist-cnn"])
-    for start in ("bmuf", "easgd", "downpour", "averaging"):
+    for start in ("bmuf", "diloco", "easgd", "downpour", "averaging"):
         named = [each for each in rest if each.point.strategy.startswith(start)]
         if start == "averaging":
             named, start = [each for each in named if " " in each.point.strategy], "averaging with a codec"

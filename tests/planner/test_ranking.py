@@ -62,6 +62,7 @@ def test_assumed_factors_are_those_of_the_table_in_runs_of_many_exchanges(strate
         ("diloco:period=100", 100, {}, 1),
         ("ad-psgd", 400, {"sent": 1.0}, 1 / 4),
         ("averaging:period=16 top-k", 16, {}, 0.01),
+        ("averaging:period=16 1bit", 16, {}, 1 / 8),
     ],
 )
 def test_replicas_with_next_to_no_exchange_learn_as_one_machine(strategy, period, figures, counted):

@@ -20,7 +20,8 @@ samples. With E exchanges in a run of the job's steps, K replicas with the facto
     1 + (K / f - 1) E / (E + RARE)       times as fast as one; in gossip, E / PAIR counts
             K / f       E / (E + RARE)       with elastic averaging, whose center moves by exchanges alone
 
-An exchange of a share of the elements (top-k) counts as that share of one.
+An exchange of a share of the elements (top-k) counts as that share of one, and one of single bits as BITS of one: the
+others wait for later exchanges, which are as rare.
 
 One machine (`candidates.ONE`) has the factor 1. It is the answer if no other is better by more than the known error of
 the ranking. Otherwise a strategy that is simpler than the one of the highest score is the answer if its score is at
@@ -49,9 +50,9 @@ CODECS = {"int8": 1.01, "1bit": 1.05, "top-k": 1.1, "strom": 1.1}
 GOSSIP = 0.1
 ELASTIC = ("easgd", "eamsgd")
 
-RARE, PAIR = 4.0, 4.0
-"""Exchanges in a run with which replicas have half of the gain over one replica, and exchanges of pairs that mix as one
-of all workers (`bench/rare_exchanges.py`)."""
+RARE, PAIR, BITS = 4.0, 4.0, 1 / 8
+"""Exchanges in a run with which replicas have half of the gain over one replica, exchanges of pairs that mix as one of
+all workers, and what counts of one with `1bit` (`bench/rare_exchanges.py`)."""
 
 SECONDS_ERROR, LEARNING_ERROR = 0.14, 0.4
 """The known errors of the ranking, 90th percentiles: of seconds behind network cards, and of assumed samples."""
@@ -103,7 +104,9 @@ def assumed_factor(strategy: Strategy, timing: Timing, batch: int, steps: int) -
     factor *= 1 + DRIFT * math.log2(period)
     if period == 1 and not pairs:
         return factor
-    exchanges = getattr(strategy.codec, "share", 1.0) * steps / period / (PAIR if pairs else 1)
+    codec = strategy.codec
+    share = BITS if name_of("codec", codec) == "1bit" else getattr(codec, "share", 1.0)
+    exchanges = share * steps / period / (PAIR if pairs else 1)
     alone = 0.0 if name_of("sync", strategy.sync) in ELASTIC else 1.0
     return timing.copies / (alone + (timing.copies / factor - alone) * exchanges / (exchanges + RARE))
 
