@@ -7,6 +7,9 @@ hop takes l_in or l_out seconds. S bytes are reduced; a is the start of a collec
     tree        a + 28 us ceil(log2 g) + 50 us ceil(log2 h) + 2 S / (0.9 min(B_in, B_out))
     two-level   a + 2 (g - 1) l_in + 2 (h - 1) l_out + 2 (g - 1) / g S / B_in + 2 (h - 1) / h S / B_out
 
+B_out is at most the share that a ring of the hosts has of an uplink of a rack, or of a line between sites. Their
+latencies are added twice: once around that ring, or of a tree the largest.
+
 Two levels are a reduce-scatter inside each host, rings of h ranks over the cards, and an all-gather inside. For large S
 they beat the ring if and only if B_in > h B_out. Without a choice, an all-reduce takes the faster of ring and tree.
 A reduce-scatter and an all-gather are half a ring; a broadcast is a chain.
@@ -58,12 +61,16 @@ class LeveledCost(NamedTuple):
 
 @dataclass(frozen=True)
 class Levels:
-    """The ranks of a collective on their hosts. `hosts` has the host of each rank, `start` the seconds of a start."""
+    """The ranks of a collective on their hosts. `hosts` has the host of each rank, `start` the seconds of a start.
+
+    `latencies`: of the ways between racks or sites that a ring of the hosts takes, in seconds.
+    """
 
     hosts: Sequence[int]
     start: float
     inside: LinkLevel
     across: LinkLevel
+    latencies: tuple[float, ...] = ()
 
     @cached_property
     def sizes(self) -> Counter[int]:
@@ -91,7 +98,7 @@ class Levels:
         """Seconds of the hops of half a ring over all ranks."""
         within, between = len(self.hosts) - self.count, self.count - 1
         rounds = ROUNDS if between else 1.0
-        return rounds * (within * self.inside.hop + between * self.across.hop)
+        return rounds * (within * self.inside.hop + between * self.across.hop) + sum(self.latencies)
 
 
 def ring(nbytes: int, levels: Levels) -> float:
@@ -103,7 +110,7 @@ def ring(nbytes: int, levels: Levels) -> float:
 def tree(nbytes: int, levels: Levels) -> float:
     """Seconds of an all-reduce of `nbytes` by a pair of trees."""
     inside, across = (levels.most - 1).bit_length(), (levels.count - 1).bit_length()
-    moved = 2 * nbytes / (TREE_RATE * levels.bandwidth)
+    moved = 2 * nbytes / (TREE_RATE * levels.bandwidth) + 2 * max(levels.latencies, default=0.0)
     return levels.start + inside * TREE_INSIDE + across * TREE_ACROSS + moved
 
 
@@ -111,7 +118,8 @@ def two_level(nbytes: int, levels: Levels) -> float:
     """Seconds of an all-reduce of `nbytes` in hosts, over the cards, and in hosts."""
     g, h, (inside, hop_in), (across, hop_out) = levels.most, levels.count, levels.inside, levels.across
     within = 2 * (g - 1) * hop_in + 2 * (g - 1) / g * nbytes / inside
-    return levels.start + within + 2 * (h - 1) * hop_out + 2 * (h - 1) / h * nbytes / across
+    hops = (h - 1) * hop_out + sum(levels.latencies)
+    return levels.start + within + 2 * hops + 2 * (h - 1) / h * nbytes / across
 
 
 def fastest(nbytes: int, levels: Levels) -> float:

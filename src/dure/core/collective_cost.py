@@ -11,10 +11,11 @@ The ring cuts a tensor into K chunks whose sizes differ by at most one element, 
 as long as its largest message on the slowest link: latency + alpha + bytes * (beta + 1 / bandwidth), plus gamma for
 each byte where the round adds. If several ranks are on one machine (`HostedRanks`), the messages of a round that leave
 the machine share its card, and so do those that enter it; messages between its ranks take the link inside the machine.
-Those that take an uplink of a rack or a line between sites (`Transit`) share it in the same way.
-All ranks are taken to begin a round together: that is exact for equal links, and an upper bound for others. Chunks have
-no headers. A collective neither slows other traffic on the same network cards nor is slowed by it. Collectives that
-algorithms build from sends are simulated messages instead.
+All ranks are taken to begin a round together: that is exact for equal links, and an upper bound for others. Messages of
+a round that take an uplink of a rack or a line between sites (`Transit`) share it as they share cards. Latencies then
+differ much, so a rank of a ring sends a chunk on once it has it and its link is free, and waits for no other rank.
+Chunks have no headers. A collective neither slows other traffic on the same network cards nor is slowed by it.
+Collectives that algorithms build from sends are simulated messages instead.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
+
+import numpy as np
 
 HEADER = 64
 """Bytes of a message's header, unless the cluster says otherwise."""
@@ -53,6 +56,10 @@ class Paths(Protocol):
         """Seconds of a round whose messages have `nbytes`; `adds`: receivers add the bytes up."""
         ...
 
+    def ring_seconds(self, ranks: int, nbytes: int, halves: Sequence[bool]) -> float:
+        """Seconds of `ranks` - 1 rounds of a ring for each of `halves`; True: receivers add the bytes up."""
+        ...
+
 
 class Path(NamedTuple):
     """Costs of a message between neighbors. As `Paths`: all rounds are alike.
@@ -75,6 +82,9 @@ class Path(NamedTuple):
 
     def shift_seconds(self, _shift: Shift, nbytes: int, *, adds: bool = False) -> float:
         return self.seconds(nbytes, adds=adds)
+
+    def ring_seconds(self, ranks: int, nbytes: int, halves: Sequence[bool]) -> float:
+        return (ranks - 1) * sum(self.seconds(nbytes, adds=adds) for adds in halves)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,13 +116,14 @@ class HostedRanks:
     """Costs of the rounds of ranks of which several are on one machine, or behind shared links.
 
     `machines` has the machine of each rank; `cards` and `inside` have the path over the card of each machine and the
-    path between two ranks there. `transit` gives the way between two machines beside their cards.
+    path between two ranks there. `transit` gives the way between two machines beside their cards; None: none shares a
+    link.
     """
 
     machines: Sequence[int]
     cards: Mapping[int, Path]
     inside: Mapping[int, Path]
-    transit: Callable[[int, int], Transit | None]
+    transit: Callable[[int, int], Transit | None] | None = None
 
     @property
     def header(self) -> int:
@@ -121,22 +132,54 @@ class HostedRanks:
     def shift_seconds(self, shift: Shift, nbytes: int, *, adds: bool = False) -> float:
         return max(path.seconds(nbytes, adds=adds) for path in self.paths(shift))
 
+    def ring_seconds(self, ranks: int, nbytes: int, halves: Sequence[bool]) -> float:
+        ring = Shift(ranks)
+        if self.transit is None:
+            return (ranks - 1) * sum(self.shift_seconds(ring, nbytes, adds=adds) for adds in halves)
+        found = self._paths(ring)
+        paths = [found[hop] for hop in self._hops(ring)]
+        busy = np.array([nbytes / path.bandwidth for path in paths])
+        arrived, free = np.zeros(ranks), np.zeros(ranks)
+        for adds in halves:
+            message = np.array([path.seconds(nbytes, adds=adds) for path in paths])
+            for _ in range(ranks - 1):
+                begin = np.maximum(arrived, free)
+                free = begin + busy
+                arrived = np.roll(begin + message, 1)
+        return float(arrived.max())
+
     def paths(self, shift: Shift) -> set[Path]:
         """The paths of the messages of a round. Those through one direction of a link share its bandwidth equally."""
-        hops = Counter((self.machines[i], self.machines[j]) for i, j in shift.hops(len(self.machines)))
-        found = {self.inside[here] for here, there in hops if here == there}
+        return set(self._paths(shift).values())
+
+    def _hops(self, shift: Shift) -> list[tuple[int, int]]:
+        """The machines at both ends of each message of a round."""
+        return [(self.machines[i], self.machines[j]) for i, j in shift.hops(len(self.machines))]
+
+    def _paths(self, shift: Shift) -> dict[tuple[int, int], Path]:
+        """The path between the machines at both ends of each message of a round."""
+        hops = Counter(self._hops(shift))
         leaving, entering, sharing = Counter[int](), Counter[int](), Counter[SharedLink]()
-        ways = {hop: self.transit(*hop) or Transit((), 0.0) for hop in hops if hop[0] != hop[1]}
-        for hop, way in ways.items():
-            leaving[hop[0]] += hops[hop]
-            entering[hop[1]] += hops[hop]
-            sharing.update(dict.fromkeys(way.links, hops[hop]))
-        for (here, there), way in ways.items():
-            out, into = self.cards[here], self.cards[there]
-            bandwidth = min(out.bandwidth / leaving[here], into.bandwidth / entering[there])
-            bandwidth = min([bandwidth, *(link.bandwidth / sharing[link] for link in way.links)])
-            found.add(out._replace(latency=max(out.latency, into.latency) + way.latency, bandwidth=bandwidth))
+        for (here, there), count in hops.items():
+            if here != there:
+                leaving[here] += count
+                entering[there] += count
+                sharing.update(dict.fromkeys(self._transit(here, there).links, count))
+        found = {}
+        for here, there in hops:
+            if here == there:
+                found[here, there] = self.inside[here]
+                continue
+            out, into, way = self.cards[here], self.cards[there], self._transit(here, there)
+            shares = (link.bandwidth / sharing[link] for link in way.links)
+            bandwidth = min(out.bandwidth / leaving[here], into.bandwidth / entering[there], *shares)
+            latency = max(out.latency, into.latency) + way.latency
+            found[here, there] = out._replace(latency=latency, bandwidth=bandwidth)
         return found
+
+    def _transit(self, here: int, there: int) -> Transit:
+        """The way between two machines; without links within a rack."""
+        return (self.transit and self.transit(here, there)) or Transit((), 0.0)
 
 
 class Cost(NamedTuple):
@@ -168,8 +211,7 @@ def ring_all_reduce(numel: int, ranks: int, path: Paths, itemsize: int = 4) -> C
     # Rank i sends all chunks but i + 1 in the first half, whose sum ends there, and all but i + 2 in the second half.
     rounds, twice = ranks - 1, 2 * sum(chunks)
     sent = tuple(twice - chunks[(i + 1) % ranks] - chunks[(i + 2) % ranks] for i in range(ranks))
-    ring = Shift(ranks)
-    seconds = rounds * (path.shift_seconds(ring, chunks[0], adds=True) + path.shift_seconds(ring, chunks[0]))
+    seconds = path.ring_seconds(ranks, chunks[0], (True, False))
     return Cost(seconds, sent, sent[-1:] + sent[:-1], (2 * rounds,) * ranks)
 
 
@@ -178,7 +220,7 @@ def ring_reduce_scatter(numel: int, ranks: int, path: Paths, itemsize: int = 4) 
     chunks = chunk_bytes(numel, ranks, itemsize)
     whole = sum(chunks)
     sent = tuple(whole - own for own in chunks)
-    seconds = (ranks - 1) * path.shift_seconds(Shift(ranks), chunks[0], adds=True)
+    seconds = path.ring_seconds(ranks, chunks[0], (True,))
     return Cost(seconds, sent, sent[-1:] + sent[:-1], (ranks - 1,) * ranks)
 
 
@@ -186,7 +228,7 @@ def ring_all_gather(numel: int, ranks: int, path: Paths, itemsize: int = 4) -> C
     """All-gather of `numel` elements from each rank by a ring: a rank sends on all tensors but its neighbor's."""
     rounds, nbytes = ranks - 1, numel * itemsize
     moved = (rounds * nbytes,) * ranks
-    return Cost(rounds * path.shift_seconds(Shift(ranks), nbytes), moved, moved, (rounds,) * ranks)
+    return Cost(path.ring_seconds(ranks, nbytes, (False,)), moved, moved, (rounds,) * ranks)
 
 
 def tree_broadcast(numel: int, ranks: int, path: Paths, itemsize: int = 4) -> Cost:

@@ -7,8 +7,10 @@ import pickle
 from textwrap import dedent
 
 import pytest
+from support.machines import placed
 
 import dure.runtime.virtual.fabric as module
+from dure.core.accelerator_cost import tree, two_level
 from dure.job.job import load_job
 from dure.planner.candidates import Scene
 from dure.planner.explain import no_answer
@@ -18,6 +20,8 @@ from dure.planner.timing import setup_in, simulated_workers, timed
 from dure.runtime.virtual.cluster import Cluster, Link, Machines, ServerMachines
 from dure.runtime.virtual.compute import Constant
 from dure.runtime.virtual.fabric import Racks, Site, SiteLine, SitePair
+from dure.runtime.virtual.kernel import Kernel
+from dure.runtime.virtual.network import Network
 
 GIGABIT = 1.25e8
 FAST, SLOW = Link(bandwidth=8e6, latency=1e-3), Link(bandwidth=1e6, latency=2e-3)
@@ -113,6 +117,43 @@ def test_the_docstring_has_a_cluster(tmp_path) -> None:
     transit = cluster.transit(0, 16)
     assert transit is not None
     assert transit.bandwidth == pytest.approx(160 / 3 * GIGABIT)
+
+
+# ---- accelerators
+
+
+def accelerators(**levels: object) -> Network:
+    """Four machines of eight GPUs behind cards of 100 Gbit/s, of which 11 GB/s are used."""
+    machines = Machines(count=4, gpus=8, inside={"bandwidth": "100 GB/s"})
+    cluster = Cluster(machines=[machines], link=Link(bandwidth="100 Gbit/s"), **levels)  # type: ignore[arg-type]
+    return Network(cluster, Kernel(), placed(cluster))
+
+
+@pytest.mark.parametrize("oversubscription", [1, 2, 16])
+def test_a_ring_of_accelerators_over_two_racks_is_limited_by_its_share_of_an_uplink(oversubscription: float) -> None:
+    plain = accelerators()
+    racked = accelerators(racks=Racks(machines=2, oversubscription=oversubscription, latency=1e-3))
+    nbytes, card, uplink = 4 * 10**9, 11e9, 2 * 11e9 / oversubscription
+    alternating = [*range(8), *range(16, 24), *range(8, 16), *range(24, 32)]
+    for order, crossing in ((range(32), 1), (alternating, 2)):
+        bare, found = (each.cost("all_reduce", nbytes, order).seconds for each in (plain, racked))
+        latency = 2 * 2 * crossing * 1e-3
+        more = 2 * 31 / 32 * nbytes * (1 / min(card, uplink / crossing) - 1 / card)
+        assert found == pytest.approx(bare + latency + more, rel=1e-12)
+    # Groups of one GPU of each machine share the uplinks with seven others.
+    column = range(0, 32, 8)
+    bare, found = (each.cost("reduce_scatter", nbytes, column).seconds for each in (plain, racked))
+    more = 3 / 4 * nbytes * 8 * (1 / min(card, uplink) - 1 / card)
+    assert found == pytest.approx(bare + 2e-3 + more, rel=1e-12)
+    within = (each.cost("all_reduce", nbytes, range(16)).seconds for each in (plain, racked))
+    assert next(within) == next(within)
+
+
+def test_trees_and_two_levels_of_accelerators_wait_for_a_line() -> None:
+    levels = {"sites": [Site(machines=2)] * 2, "between": SiteLine(bandwidth="1 Tbit/s", latency="30 ms")}
+    bare, apart = (each.levels(range(32)) for each in (accelerators(), accelerators(**levels)))
+    assert tree(1000, apart) == pytest.approx(tree(1000, bare) + 2 * 0.03)
+    assert two_level(1000, apart) == pytest.approx(two_level(1000, bare) + 2 * 2 * 0.03)
 
 
 # ---- plans

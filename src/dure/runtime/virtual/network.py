@@ -310,7 +310,15 @@ class Network:
             rates.append(card.count * cluster.bandwidth_of(host) * ranks / present[host])
             hops.append(card.hop)
         hop_inside = max(cluster.inside_of(host).latency for host in own)
-        return Levels(hosts, cluster.engine.start, LinkLevel(inside, hop_inside), LinkLevel(min(rates), max(hops)))
+        ring = zip(own, [*own][1:] + [*own][:1], strict=True)
+        ways = [(host, way) for host, after in ring if (way := cluster.transit(host, after)) is not None]
+        sharing = Counter(link for _, way in ways for link in way.links)
+        rates += [
+            link.bandwidth / sharing[link] * own[host] / present[host] for host, way in ways for link in way.links
+        ]
+        latencies = tuple(way.latency for _, way in ways)
+        across = LinkLevel(min(rates), max(hops))
+        return Levels(hosts, cluster.engine.start, LinkLevel(inside, hop_inside), across, latencies)
 
     def paths(self, nodes: Sequence[str | int], *, gradient: bool = False) -> Paths:
         """The costs of the rounds of a collective among `nodes`, in the order of ranks."""
@@ -474,5 +482,5 @@ def paths_of(cluster: Cluster, places: Sequence[int], *, gradient: bool = False)
             each: path._replace(beta=0.0, bandwidth=link.bandwidth, latency=link.latency)
             for each, link in inside.items()
         },
-        cluster.transit,
+        cluster.transit if apart else None,
     )
