@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -312,6 +312,26 @@ def of_triplets(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 def triplets(batch_size: int = 12) -> Job:
     return Job(dense, of_triplets, data(), batch_size=batch_size, name="triplets", steps=3)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (0.5, "0.5"),
+        ([], "[]"),
+        ([(1.0, 2.0), 3.0], "block_seconds[1]"),
+        ([(1.0, 2.0, 3.0)], "block_seconds[0]"),
+        ([(1.0, -2.0)], "-2.0"),
+        ([(1.0, float("inf"))], "inf"),
+        ([(1.0, "2 ms")], "2 ms"),
+        ([(0.0, 1.0), (0, 2.0)], "forward"),
+        ([(1.0, 0.0)], "backward"),
+    ],
+)
+def test_seconds_of_blocks_are_pairs_of_finite_numbers(given: Any, said: str) -> None:
+    data = Data(torch.zeros(4, 2), torch.zeros(4, 2))
+    with raising(UsageError, said):
+        Job(lambda: nn.Linear(2, 2), mse_loss, data, block_seconds=given)
 
 
 def test_a_trial_batch_is_a_mini_batch_where_two_samples_are_refused() -> None:

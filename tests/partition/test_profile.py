@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support import stage_jobs
-from support.runs import resolved
+from support.runs import resolved, virtual
 from support.wording import raising
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
@@ -144,6 +144,33 @@ def test_cuts_by_profile_balance_operations():
     blocks = blocks_of(job, job.build())
     assert cut_of("profile", blocks, 2, profile=lambda: counted(job, blocks, 4)) == (4,)
     assert cut_of("parameters", blocks, 2) == (5,)
+
+
+def three_equal_layers(seconds, **changes):
+    data = dure.Data(torch.randn(8, 8), torch.randn(8, 8))
+    return dure.Job(
+        lambda: nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))), mse_loss, data, block_seconds=seconds, **changes
+    )
+
+
+@pytest.mark.parametrize(
+    ("seconds", "cut"),
+    [([(1, 2), (1, 2), (3, 4)], 2), ([(3, 5), (1, 2), (2, 1)], 1), ([(1, 0), (0, 1), (0, 5)], 2)],
+)
+def test_stated_seconds_decide_where_a_pipeline_is_cut(seconds, cut):
+    setup, _ = resolved(
+        three_equal_layers(seconds), "bsp gpipe:stages=2,cuts=profile", Cluster.uniform(2), on="virtual"
+    )
+    assert setup.stages.layout.bounds == (0, cut, 3)
+
+
+def test_a_pipeline_takes_the_stated_shares_of_a_step():
+    """Stages of 0.1 + 0.4 and 0.3 + 0.2 s, two micro-batches: 0.05 + 2 * 0.15 forward, then 0.1 + 2 * 0.2 backward."""
+    machines = Machines(count=2, compute=Constant(seconds=1.0))
+    free = Cluster(machines=(machines,), link=Link(bandwidth=1e15, latency=0), alpha=0, beta=0)
+    job = three_equal_layers([(0.1, 0.4), (0.1, 0.1), (0.2, 0.1)], batch_size=4)
+    run = virtual(job, "bsp gpipe:stages=2,micro=2,cuts=1", free, steps=3, timing_only=True)
+    assert run.seconds == pytest.approx(3 * 0.85)
 
 
 def test_a_profile_in_a_file_cuts_as_the_profile(tmp_path):

@@ -25,6 +25,11 @@ from dure.job.job import Job
 from dure.job.rates import Rates, rates_of, schedule_of
 from dure.job.replica import Replica
 
+WITHOUT_VALUES = (
+    "its model has shapes and no values, as it is on PyTorch's meta device. Train it in virtual time with "
+    "--timing-only (timing_only=True)."
+)
+
 
 class InitialModel:
     """Initial values of a job's model, drawn from `seed`, on `device`.
@@ -48,6 +53,8 @@ class InitialModel:
         """A replica with the initial values. Raises `UsageError` for a model that cannot be one."""
         try:
             module = self._job.build(self._seed)
+            if not self._timing_only and any(each.is_meta for each in module.parameters()):
+                raise UsageError(WITHOUT_VALUES)
             return Replica(module if self._timing_only else module.to(self._device))  # it may be on the meta device
         except (ReplicaError, UsageError) as error:
             raise UsageError(f"{self._job.name or 'the job'}: {error}") from error.__cause__ or error

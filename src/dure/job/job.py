@@ -1,7 +1,7 @@
 """Jobs: a model, a loss and data, with the settings of training on one worker.
 
-A job is named by a word (`names.py`) or by `FILE.py:FUNCTION`, a function that returns a `Job`. Parameters follow the
-name, as in `mnist-mlp:depth=7,hidden=64`.
+A job is named by a word (`names.py`), by `FILE.py:FUNCTION`, a function that returns a `Job`, or by a file of stated
+seconds (`stated.py`). Parameters follow the name, as in `mnist-mlp:depth=7,hidden=64`.
 
 A measurement without a given number of samples, such as the count of operations, uses a *trial batch*.
 Batch norm rejects a batch of one; a loss of pairs or triplets takes multiples of two or three.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -65,6 +66,10 @@ class Job:
 
     `companions` are nodes beside workers and servers, from which the workers' gradients come (`companions.py`). `train`
     then only has the shapes of a sample, and `loss` is not that of the training.
+
+    `block_seconds` has the seconds of forward and backward of each block for a mini-batch. In virtual time they say
+    when backward completes each gradient and how a pipeline is cut. Only their shares count, as the seconds of a step
+    are those of the cluster.
 
     A function of a job file may take `data_root` (a `Path`) and parameters of its own, all with defaults.
     """
@@ -121,6 +126,8 @@ class Job:
                 f"Job.stages must be a function of the module that returns its blocks, got {self.stages!r:.80}. "
                 "Write stages=lambda module: [module.embedding, *module.layers, module.head]."
             )
+        if self.block_seconds is not None:
+            _check_seconds(self.block_seconds)
         self.schedule = schedule_of(self.schedule)
         if isinstance(self.split, str):
             self.split = parse_split(self.split)
@@ -176,6 +183,23 @@ class Job:
         return dataclasses.replace(self, train=train, test=test, optimum=optimum, model=model)
 
 
+def _check_seconds(given: Any) -> None:
+    """Raise `UsageError` unless `given` are pairs of finite seconds, of which some are above 0 in both passes."""
+    right = "Write forward and backward of each block, as in block_seconds=[(0.01, 0.02), (0.002, 0.004)]."
+    pairs = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else []
+    if not pairs:
+        raise UsageError(f"Job.block_seconds must be a list of pairs of seconds or None, got {given!r:.80}. {right}")
+    for number, pair in enumerate(pairs):
+        values = list(pair) if isinstance(pair, list | tuple) else []
+        if len(values) != 2 or not all(isinstance(each, int | float) and 0 <= each < math.inf for each in values):
+            raise UsageError(
+                f"Job.block_seconds[{number}] must be two finite numbers of at least 0, got {pair!r:.80}. {right}"
+            )
+    for way, index in (("forward", 0), ("backward", 1)):
+        if not any(pair[index] for pair in pairs):
+            raise UsageError(f"Job.block_seconds has no seconds of {way} above 0, got {given!r:.80}. {right}")
+
+
 def _as_data_set(data: Any, what: str) -> DataSet:
     """`data` itself if it is a `DataSet`, else `Samples(data)`. Raises `UsageError` unless `data` is map-style."""
     if isinstance(data, Data | Samples | Stream):
@@ -187,7 +211,7 @@ def _as_data_set(data: Any, what: str) -> DataSet:
 
 
 def load_job(name_or_path: str, data_root: Path | str | None = None, **overrides: Any) -> Job:
-    """Load the job called `name_or_path`: a name of `names.py`, or `FILE.py:FUNCTION`.
+    """Load the job called `name_or_path`: a name of `names.py`, `FILE.py:FUNCTION`, or a file of stated seconds.
 
     The text may give parameters of the job's function: `mnist-mlp:depth=7,hidden=64`, `FILE.py:FUNCTION:rows=8`.
     `data_root` is the folder of data sets (`data/loaders.py` defines the default). Each of `overrides` replaces a

@@ -20,6 +20,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 from dure.core.packages import loaded, offer, offers, origin
@@ -34,6 +35,9 @@ BUILT_IN: Mapping[str, str] = {
     "gorila": "dure.rl.jobs:gorila",
     "dqn": "dure.rl.jobs:dqn",
 }
+
+FILES: Mapping[str, str] = {".yaml": "dure.job.stated:of_yaml", ".txt": "dure.job.stated:of_graph"}
+"""The functions that make those of jobs in files of stated seconds, by the end of the file's name."""
 
 GROUP = "dure.jobs"
 """The group of the entry points that offer jobs."""
@@ -66,8 +70,9 @@ def known_jobs() -> tuple[str, ...]:
 def function_of(name: str) -> Callable[..., Any] | None:
     """The function of the job `name`, or None. Raises `UsageError` if the entry point of that name is no function."""
     if name in BUILT_IN:
-        module, _, function = BUILT_IN[name].partition(":")
-        return getattr(importlib.import_module(module), function)  # type: ignore[no-any-return]
+        return _imported(BUILT_IN[name])
+    if (ending := Path(name).suffix) in FILES:
+        return _imported(FILES[ending])(Path(name))  # type: ignore[no-any-return]
     entry = offer(GROUP, "a job", name)
     if entry is None:
         return None
@@ -78,6 +83,11 @@ def function_of(name: str) -> Callable[..., Any] | None:
             f"write {FORM}."
         )
     return found  # type: ignore[no-any-return]
+
+
+def _imported(place: str) -> Callable[..., Any]:
+    module, _, function = place.partition(":")
+    return getattr(importlib.import_module(module), function)  # type: ignore[no-any-return]
 
 
 def unknown(name: str) -> str:

@@ -27,9 +27,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from dure.core.step_shape import GradientTensor, StepShape
-from dure.errors import DureError, UsageError
+from dure.errors import DureError
 from dure.job.initial_model import is_on_meta, shapes_of
-from dure.partition.blocks import blocks_of, call_of, first_samples
+from dure.partition.blocks import blocks_of, call_of, first_samples, stated_seconds
 
 if TYPE_CHECKING:
     from dure.job.job import Job
@@ -55,12 +55,7 @@ def stated(job: Job, replica: Replica) -> StepShape | None:
     if job.block_seconds is None:
         return None
     blocks = blocks_of(job, replica.module)
-    if len(blocks) != len(job.block_seconds):
-        raise UsageError(
-            f"{job.name or 'the job'} states the seconds of {len(job.block_seconds)} blocks in block_seconds, and its "
-            f"model has {len(blocks)} blocks. State forward and backward of each block of the model."
-        )
-    return _of_blocks(replica, blocks, job.block_seconds, 0.0)
+    return _of_blocks(replica, blocks, stated_seconds(job, len(blocks)), 0.0)
 
 
 def by_operations(job: Job, replica: Replica, batch: int, intensity: float) -> StepShape | None:

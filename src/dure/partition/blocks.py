@@ -52,6 +52,17 @@ def is_one_block(job: Job, module: nn.Module) -> bool:
     return job.stages is None and not (is_sequence(module) and len(module))
 
 
+def stated_seconds(job: Job, count: int) -> Sequence[tuple[float, float]]:
+    """The seconds that `job` states for its `count` blocks. Raises `UsageError` for another number of them."""
+    assert job.block_seconds is not None
+    if count != len(job.block_seconds):
+        raise UsageError(
+            f"{job.name or 'the job'} states the seconds of {len(job.block_seconds)} blocks in block_seconds, and its "
+            f"model has {count} blocks. State forward and backward of each block of the model."
+        )
+    return job.block_seconds
+
+
 def call_of(job: Job, *, whole: bool = False) -> Callable[[nn.Module, Any], Any]:
     """The call of a block with the output of the block before, or of a `whole` model that is one block."""
     return _call_with_one if job.stages is None and not whole else called

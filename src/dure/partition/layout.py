@@ -19,6 +19,7 @@ from dure.partition.blocks import (
     is_one_block,
     refuse_hooks,
     refuse_ties,
+    stated_seconds,
     tied,
     tied_stages,
 )
@@ -251,11 +252,27 @@ class StageLayout:
     def pass_shares(self, stage: int, rows: int, batch: int) -> tuple[PassShare, PassShare]:
         """The shares of a micro-batch of `rows` samples at a stage in the forward and the backward of a mini-batch."""
         times, blocks = self._speeds.times, self.blocks_in(stage)
-        if times is not None and len(times.forward) == len(self.blocks):
+        if times is not None and len(times.forward) == len(self.blocks) and self.job.block_seconds is None:
             return share(times.forward, blocks, rows, batch), share(times.backward, blocks, rows, batch)
         call = self._speeds.call
-        both = PassShare(call * self._call_shares[stage], (1 - call) * (self.shares[stage] * rows / batch))
-        return both, both
+        ahead, back = (
+            PassShare(call * self._call_shares[stage], (1 - call) * (work[stage] * rows / batch))
+            for work in self._work_shares
+        )
+        return ahead, back
+
+    @cached_property
+    def _work_shares(self) -> tuple[list[float], list[float]]:
+        """The share of each stage in the forward and the backward: of the stated seconds, or else of the operations."""
+        if self.job.block_seconds is None:
+            return self.shares, self.shares
+        seconds = stated_seconds(self.job, len(self.blocks))
+        stages = [self.blocks_in(stage) for stage in range(self.depth)]
+        ahead, back = (
+            [sum(passes[number] for number in blocks) / sum(passes) for blocks in stages]
+            for passes in zip(*seconds, strict=True)
+        )
+        return ahead, back
 
     @cached_property
     def _call_shares(self) -> list[float]:
@@ -339,9 +356,12 @@ class StageLayout:
         return found
 
     def _counted(self) -> Profile:
-        """The profile of the blocks by their operations."""
+        """The profile of the blocks by the seconds that the job states, or else by their operations."""
         size = self.job.batch_size
-        return self._known(("profile", len(self.blocks), size), lambda: counted(self.job, self.blocks, size))
+        found = self._known(("profile", len(self.blocks), size), lambda: counted(self.job, self.blocks, size))
+        if self.job.block_seconds is None:
+            return found
+        return found.taking([ahead + back for ahead, back in stated_seconds(self.job, len(self.blocks))])
 
     def _known(self, key: tuple[object, ...], measure: Callable[[], Known]) -> Known:
         """The figures of the whole model under `key`, which are measured once."""

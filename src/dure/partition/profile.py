@@ -111,10 +111,15 @@ class Profile:
         """Whether blocks `start` to `stop` - 1 have trainable parameters."""
         return any(block.parameter_nbytes for block in self.blocks[start:stop])
 
+    def taking(self, seconds: Sequence[float]) -> Profile:
+        """This profile with the times of the blocks replaced by `seconds`."""
+        pairs = zip(self.blocks, seconds, strict=True)
+        return replace(self, blocks=tuple(replace(block, seconds=each) for block, each in pairs))
+
     def lasting(self, seconds: float) -> Profile:
         """This profile with all times multiplied by a factor, so that the blocks take `seconds` together."""
         factor = seconds / math.fsum(block.seconds for block in self.blocks)
-        return replace(self, blocks=tuple(replace(each, seconds=each.seconds * factor) for each in self.blocks))
+        return self.taking([block.seconds * factor for block in self.blocks])
 
     def joined(self, starts: Sequence[int]) -> Profile:
         """This profile with the blocks from each of `starts` up to the next as one block."""

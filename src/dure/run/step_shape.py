@@ -40,7 +40,7 @@ def _shape(setup: Setup, cluster: Cluster, batch: int) -> StepShape:
 
 def slices_of(setup: Setup, shape: StepShape) -> list[tuple[int, float]]:
     """The slices of a gradient in backward by `shape` (`VirtualRuntime.slices`)."""
-    if setup.job.block_seconds is None:
+    if setup.job.block_seconds is None or setup.stages is not None:
         return setup.topology.slices
     layers = setup.model.replica.layers
     done = {layers[each.number].start: each.done for each in shape.tensors}
