@@ -259,7 +259,7 @@ def _node(content: str, where: str) -> tuple[int, Node]:
     except ValueError:
         output = math.nan
     parameter = float(found["parameter"])
-    if not output.is_integer():
+    if output % 1:
         raise UsageError(f"{where}: activation_size={found['activation']} must be whole bytes, such as 4096.0.")
     if parameter % FLOAT32:
         right = "must be bytes of float32 values, a multiple of 4, such as 4096.0"
