@@ -181,7 +181,7 @@ _FORMS = (
 )
 
 
-class Node(NamedTuple):
+class GraphNode(NamedTuple):
     """An operation of a graph: seconds of its passes, and bytes of its outputs and parameters."""
 
     name: str
@@ -226,14 +226,14 @@ def _of_graph(path: Path, samples: int) -> StatedBlocks:
         raise UsageError(f"{path}: {error}") from None
 
 
-def _lines(path: Path) -> tuple[dict[int, Node], list[tuple[int, int]]]:
+def _lines(path: Path) -> tuple[dict[int, GraphNode], list[tuple[int, int]]]:
     """The nodes of a graph by number, and its edges."""
     try:
         text = read_regular(path, LARGEST).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
         raise UsageError(f"{path} cannot be read ({reason}): give a graph.txt of PipeDream's profiler.") from error
-    nodes: dict[int, Node] = {}
+    nodes: dict[int, GraphNode] = {}
     edges: list[tuple[int, int, int]] = []
     for line, content in enumerate(text.splitlines(), start=1):
         if edge := _EDGE.fullmatch(content.rstrip()):
@@ -250,7 +250,7 @@ def _lines(path: Path) -> tuple[dict[int, Node], list[tuple[int, int]]]:
     return nodes, [(source, reader) for source, reader, _ in edges]
 
 
-def _node(content: str, where: str) -> tuple[int, Node]:
+def _node(content: str, where: str) -> tuple[int, GraphNode]:
     found = _NODE.fullmatch(content)
     if found is None:
         raise UsageError(f"{where}: {quoted(content)} is no node and no edge: {_FORMS}.")
@@ -265,10 +265,10 @@ def _node(content: str, where: str) -> tuple[int, Node]:
         right = "must be bytes of float32 values, a multiple of 4, such as 4096.0"
         raise UsageError(f"{where}: parameter_size={found['parameter']} {right}.")
     forward, backward = (float(found[way]) / 1000 for way in ("forward", "backward"))
-    return int(found["number"]), Node(found["name"], forward, backward, int(output), int(parameter))
+    return int(found["number"]), GraphNode(found["name"], forward, backward, int(output), int(parameter))
 
 
-def _topological(path: Path, nodes: dict[int, Node], edges: Sequence[tuple[int, int]]) -> list[int]:
+def _topological(path: Path, nodes: dict[int, GraphNode], edges: Sequence[tuple[int, int]]) -> list[int]:
     """The numbers of the nodes, each after those that it reads; the smallest first where several are possible."""
     waits, readers = dict.fromkeys(nodes, 0), {number: list[int]() for number in nodes}
     for source, reader in edges:
