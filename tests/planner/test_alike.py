@@ -10,6 +10,7 @@ from dure.planner.candidates import Scene
 from dure.planner.timing import simulated_workers
 from dure.runtime.virtual.cluster import Cluster, Event, Machines
 from dure.runtime.virtual.compute import Constant, LogNormal
+from dure.runtime.virtual.fabric import Racks
 
 COMPUTE = Constant(flops_per_second=1e9, overhead=1e-3)
 IN_STEP = (
@@ -100,6 +101,14 @@ def test_whole_models_are_alike_on_machines_that_they_share():
 def test_parts_of_models_that_share_a_card_are_all_simulated():
     here = scene(2, workers=4)
     assert simulated_workers(timing.setup_in(here, "bsp 1f1b:stages=2,micro=4"), here.cluster) == 8
+
+
+def test_replicas_that_share_uplinks_are_all_simulated():
+    """Stages of a replica in two racks send messages over uplinks that other replicas use; whole models send none."""
+    here = scene()
+    racked = here.on(here.cluster.changed(racks=Racks(machines=3, oversubscription=4)))
+    assert simulated_workers(timing.setup_in(racked, "bsp gpipe:stages=2,micro=4"), racked.cluster) == 8
+    assert simulated_workers(timing.setup_in(racked, "bsp"), racked.cluster) == 1
 
 
 def test_whole_machines_of_one_replica_are_alike():

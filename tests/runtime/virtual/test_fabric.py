@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
+from pathlib import Path
 from textwrap import dedent
 
 import pytest
@@ -16,7 +17,7 @@ from dure.planner.candidates import Scene
 from dure.planner.explain import no_answer
 from dure.planner.search import Found
 from dure.planner.sweeps import of_workers, with_bandwidth, with_free_network
-from dure.planner.timing import setup_in, simulated_workers, timed
+from dure.planner.timing import timed
 from dure.runtime.virtual.cluster import Cluster, Link, Machines, ServerMachines
 from dure.runtime.virtual.compute import Constant
 from dure.runtime.virtual.fabric import Racks, Site, SiteLine, SitePair
@@ -108,11 +109,18 @@ def test_a_cluster_states_its_racks_and_sites() -> None:
     assert "not measured" not in Cluster().basis()
 
 
-def test_the_docstring_has_a_cluster(tmp_path) -> None:
+PAGE = Path(__file__).parents[3] / "docs" / "virtual-time.md"
+
+
+def test_the_docstring_and_the_page_have_one_cluster(tmp_path: Path) -> None:
     assert module.__doc__ is not None
-    file = tmp_path / "cluster.yaml"
-    file.write_text("machines: [{count: 48}]\n" + dedent(module.__doc__.split("\n\n")[1]))
-    cluster = Cluster.from_yaml(file)
+    file, found = tmp_path / "cluster.yaml", []
+    on_page = PAGE.read_text().partition("### Racks and sites")[2].split("```yaml\n")[1].split("```")[0]
+    for text in ("machines: [{count: 48}]\n" + dedent(module.__doc__.split("\n\n")[1]), on_page):
+        file.write_text(text)
+        found.append(Cluster.from_yaml(file))
+    cluster = found[0]
+    assert found[1] == cluster
     assert [cluster.bandwidth(0, other) / GIGABIT for other in (15, 16, 32)] == pytest.approx([10, 10, 1])
     transit = cluster.transit(0, 16)
     assert transit is not None
@@ -184,13 +192,6 @@ COMPUTE = Constant(flops_per_second=1e9, overhead=1e-3)
 def scene(**levels: object) -> Scene:
     machines = Machines(count=8, compute=COMPUTE)
     return Scene(load_job("digits-mlp"), Cluster(machines=(machines,), link=Link(bandwidth=1e8), **levels), batch=128)
-
-
-def test_replicas_that_share_uplinks_are_all_simulated() -> None:
-    """Stages of a replica in two racks send messages over uplinks that other replicas use; whole models send none."""
-    here = scene(racks=Racks(machines=4, oversubscription=4))
-    assert simulated_workers(setup_in(here, "bsp gpipe:stages=2,micro=4"), here.cluster) == 8
-    assert simulated_workers(setup_in(here, "bsp"), here.cluster) == 1
 
 
 def test_the_seconds_that_suffice_are_estimated_for_sites_too() -> None:
