@@ -5,13 +5,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.wording import raising
 from torch import nn
 
 import dure
-from dure.errors import UsageError
+from dure.errors import ClusterError, UsageError
 from dure.job.data.dataset import Data
 from dure.job.job import Job, load_job
 from dure.planner.candidates import Scene
+from dure.planner.options import PlanOptions
+from dure.planner.plan import scene_of
 from dure.planner.ranking import ranked
 from dure.planner.timing import StepTimes, setup_in, timed
 from dure.run.prebuilt import Callbacks
@@ -180,3 +183,53 @@ def test_dropped_gradients_of_a_worker_that_is_always_late_count_once():
     ).summary()
     applied = run["updates_applied"] * 32 / run["seconds"]
     assert timed(here, "backup:backups=1 ps").samples_per_second == pytest.approx(applied, rel=0.03)
+
+
+STATED = "machines: [{count: 4, compute: {seconds: 20 ms, call: 1 ms}}]"
+UNSTATED = "machines: [{count: 4, compute: {flops_per_second: 1 GFLOP/s}}]"
+
+
+@pytest.mark.parametrize("text", [STATED, UNSTATED])
+@pytest.mark.parametrize("batch", [None, 128])
+@pytest.mark.parametrize("strategy", ["bsp", "bsp tensor:ways=4", "bsp 1f1b:stages=2,micro=4"])
+def test_a_plan_and_a_run_have_the_same_seconds_of_a_file(text, batch, strategy, tmp_path):
+    file = tmp_path / "cluster.yaml"
+    file.write_text(text)
+    options = PlanOptions.of({"job": "digits-mlp", "on": str(file), "batch_size": batch})
+    scene = scene_of(options, None, None, lambda *_: None)
+    planned = timed(scene, strategy)
+
+    def seconds(steps):
+        given = {"strategy": strategy, "on": str(file), "batch_size": planned.batch_size}
+        return dure.train("digits-mlp", steps=steps, timing_only=True, **given).summary()["seconds"]
+
+    assert (seconds(5) - seconds(1)) / 4 == pytest.approx(planned.seconds, rel=1e-9)
+
+
+def test_stated_seconds_are_those_of_the_jobs_own_mini_batch(tmp_path):
+    file = tmp_path / "cluster.yaml"
+    file.write_text("machines: [{compute: {seconds: 20 ms, call: 1 ms}}]")
+
+    def seconds(**given):
+        run = dure.train("digits-mlp", on=str(file), steps=10, timing_only=True, **given)
+        return run.summary()["seconds"] / 10
+
+    own = load_job("digits-mlp").batch_size
+    assert seconds() == pytest.approx(0.020)
+    assert seconds(batch_size=4 * own) == pytest.approx(0.001 + 4 * 0.019)
+    flops = 2 * load_job("digits-mlp").own_flops
+    file.write_text(f"machines: [{{compute: {{seconds: 20 ms, call: 1 ms, flops: {flops!r}}}}}]")
+    assert seconds() == pytest.approx(0.001 + 0.0095)
+
+
+def test_a_plan_of_a_file_with_seconds_measures_nothing(tmp_path, monkeypatch):
+    file = tmp_path / "cluster.yaml"
+    file.write_text(STATED)
+    monkeypatch.setattr("dure.planner.plan.profile_job", lambda job: pytest.fail("a job was measured"))
+    scene = scene_of(PlanOptions.of({"job": "digits-mlp", "on": str(file)}), None, None, lambda *_: None)
+    assert scene.times is None
+
+
+def test_operations_without_their_seconds_are_refused():
+    with raising(ClusterError, "compute.flops"):
+        Cluster(machines=[{"compute": {"flops": 10.0}}])

@@ -71,6 +71,9 @@ class Job:
     when backward completes each gradient and how a pipeline is cut. Only their shares count, as the seconds of a step
     are those of the cluster.
 
+    `own_batch_size` is the `batch_size` with which the job was made, whatever replaces it later. The `seconds` of a
+    step in a cluster file are those of such a mini-batch.
+
     A function of a job file may take `data_root` (a `Path`) and parameters of its own, all with defaults.
     """
 
@@ -92,6 +95,7 @@ class Job:
     stages: Callable[[nn.Module], Sequence[nn.Module]] | None = None
     companions: Companions | None = None
     block_seconds: Sequence[tuple[float, float]] | None = None
+    own_batch_size: int = field(default=0, repr=False)
 
     def __post_init__(self) -> None:
         if hasattr(self.model, "named_parameters") and not isinstance(self.model, type):
@@ -116,6 +120,7 @@ class Job:
             value = getattr(self, key)
             if not isinstance(value, int) or value < 1:
                 raise UsageError(f"Job.{key} must be a whole number of at least 1, got {value!r}.")
+        self.own_batch_size = self.own_batch_size or self.batch_size
         if self.groups is not None and not callable(self.groups):
             raise UsageError(
                 f"Job.groups must be a function of a parameter's name and the parameter, got {self.groups!r:.80}. "
@@ -153,6 +158,11 @@ class Job:
         """The data of evaluations: `test`, else `train`; a `Stream` is read in windows that do not overlap."""
         data: DataSet = self.train if self.test is None else self.test
         return dataclasses.replace(data, windows="contiguous") if isinstance(data, Stream) else data
+
+    @property
+    def own_flops(self) -> float:
+        """Floating-point operations of a step of the job's own mini-batch."""
+        return self.own_batch_size * self.flops_per_sample
 
     @property
     def flops_per_sample(self) -> float:

@@ -6,8 +6,8 @@
 Each line is fitted to the least seconds of several repeats: other work on the machine only adds time. The sum of the
 blocks' calls is the part of a step that a pipeline pays for each micro-batch.
 
-`dure probe JOB` writes the seconds of a step of the job's own mini-batch. A plan has other mini-batches, and pipelines
-micro-batches. The profile divides these seconds into overhead, calls and samples.
+A plan for this machine divides the seconds that `dure probe` measures into overhead, calls and samples by the profile.
+For a cluster file that states seconds, a plan measures nothing (`compute`).
 """
 
 from __future__ import annotations
@@ -182,11 +182,6 @@ def _line(points: Sequence[tuple[float, float]]) -> PassTime:
 
 SMALLEST = 1e-6
 """Least share of a sample in a step: steps that samples do not make longer have no speed."""
-
-
-def is_measured(cluster: Cluster) -> bool:
-    """Whether the steps of the cluster's machines are seconds, not operations."""
-    return any(kind.compute.seconds is not None for kind in cluster.machines)
 
 
 def calibrated(cluster: Cluster, job: Job, profile: JobProfile) -> Cluster:

@@ -26,7 +26,7 @@ from dure.planner.answer import Ranking
 from dure.planner.candidates import CODECS, ONE, PLAIN, Scene
 from dure.planner.commands import command_of, script_of
 from dure.planner.explain import bottlenecks, crowded, no_answer, why, would_change
-from dure.planner.job_profile import calibrated, is_measured, profile_job
+from dure.planner.job_profile import calibrated, profile_job
 from dure.planner.learning import LearningCurve, learned, unreached
 from dure.planner.options import PlanOptions
 from dure.planner.ranking import Ranked
@@ -128,7 +128,8 @@ def scene_of(config: PlanOptions, job: Job | None, cluster: Cluster | None, say:
             "--workers 2 --on virtual."
         )
     name = config.job or job.name or "the job"
-    if cluster is None and config.on in ("", "local") and not is_on_meta(job):
+    here = cluster is None and config.on in ("", "local")
+    if here and not is_on_meta(job):
         validate_job(job, name, rows=config.batch_size or job.batch_size)  # before this machine is measured with it
     if cluster is None:
         cluster = _cluster(config, job, say)
@@ -137,20 +138,22 @@ def scene_of(config: PlanOptions, job: Job | None, cluster: Cluster | None, say:
             f"--workers {config.workers} was asked for, and the cluster has {cluster.workers}. Leave --workers out, or "
             "describe machines with as many workers."
         )
-    if config.goal is None:
-        job = _without_values(job, cluster)
+    if config.goal is None and not here:
+        job = _without_values(job)
     try_to_count(job, name)
     times = None
-    if is_measured(cluster) and not is_on_meta(job):
+    if not here:
+        cluster = cluster.referred(job.own_flops)
+    elif cluster.states_seconds and not is_on_meta(job):
         say("measuring the job's blocks", 0, None)
         profile = profile_job(job)
         cluster, times = calibrated(cluster, job, profile), profile.times
     return Scene(job, cluster, (config.batch_size or job.batch_size) * cluster.workers, times, config.steps)
 
 
-def _without_values(job: Job, cluster: Cluster) -> Job:
-    """`job` with shapes only, where its model is large, and no machine's seconds must be measured with it."""
-    if is_measured(cluster) or is_on_meta(job):
+def _without_values(job: Job) -> Job:
+    """`job` with shapes only, where its model is large."""
+    if is_on_meta(job):
         return job
     try:
         with explain_user_errors("its model() raised"):

@@ -92,7 +92,7 @@ def _scaled(link: L, factor: float, **rest: float) -> L:
 
 def _common(compute: Compute) -> dict[str, Any]:
     """The values that all distributions have; of a trace its mean."""
-    found = {name: getattr(compute, name) for name in ("seconds", "flops_per_second", "overhead")}
+    found = {name: getattr(compute, name) for name in ("seconds", "flops", "flops_per_second", "overhead", "call")}
     return found | {"seconds": compute.mean(0.0)} if isinstance(compute, Trace) else found
 
 

@@ -157,7 +157,7 @@ def unaligned(cluster: Cluster, lead: int) -> Cluster:
 
 
 def _mean(compute: Constant) -> dict[str, float | None]:
-    return {name: getattr(compute, name) for name in ("seconds", "flops_per_second", "overhead", "call")}
+    return {name: getattr(compute, name) for name in ("seconds", "flops", "flops_per_second", "overhead", "call")}
 
 
 TOGETHER, APART, RANDOM = 1, 16, 60

@@ -89,6 +89,8 @@ def resolve(config: TrainConfig, prebuilt: Prebuilt = Prebuilt()) -> tuple[Setup
     look = partial(devices_of, virtual=config.virtual, local_rank=local_rank)
     devices = (first_of if takes_address(config.on) else look)(asked, workers)
     device = devices[0] if config.virtual else CPU
+    if cluster is not None and companions is None:
+        cluster = cluster.referred(job.own_flops) if cluster.states_seconds else cluster
     speeds = _speeds(cluster, job, strategy.partition, machines, sizes, prebuilt.times)
     by_engine = frozenset(ALL_REDUCES) if cluster is not None and cluster.accelerated else BY_ENGINE
     setup = Setup(

@@ -479,6 +479,16 @@ class Cluster(Validated):
         """The way of a message between two machines beside their cards; None within a rack."""
         return None if self.fabric is None else self.fabric.transit(here, there)
 
+    @property
+    def states_seconds(self) -> bool:
+        """Whether the steps of some machines are seconds, not operations."""
+        return any(kind.compute.seconds is not None for kind in self.machines)
+
+    def referred(self, flops: float) -> Cluster:
+        """This cluster, whose stated seconds are those of a step of `flops` operations where it does not say."""
+        kinds = tuple(kind.changed(compute=kind.compute.referred(flops)) for kind in self.machines)
+        return self if kinds == self.machines else self.changed(machines=kinds)
+
     def durations(self, worker: int, seed: int) -> Durations:
         """Stream of the durations of a worker's steps: the same for the same description, worker and seed."""
         kind = self._kinds[self.machine_of(worker)]

@@ -3,11 +3,12 @@
 A step takes
 
     (overhead + flops / flops_per_second) * factor / speed        or, with `seconds` given,
-    seconds * factor / speed
+    (call + (seconds - call) * flops / reference) * factor / speed
 
-`factor` is drawn for each step and has mean one. `speed` is constant for each worker. `call` is the part of a step that
-a call of the model takes whatever the number of samples; a pipeline pays it for each micro-batch, each stage its part.
-If left out, it is the overhead, or with `seconds` nothing.
+`reference`, the key `flops`, has the operations of the step that takes `seconds`; those of the job's own mini-batch if
+left out. `factor` is drawn for each step and has mean one. `speed` is constant for each worker. `call` is the part of a
+step that a call of the model takes whatever the number of samples; a pipeline pays it for each micro-batch, each stage
+its part. If left out, it is the overhead, or with `seconds` nothing.
 
     distribution         factor                                            parameters
     constant             1
@@ -47,6 +48,7 @@ def _of_moderate_size(value: float) -> float:
 
 
 Factor = Annotated[float, Field(gt=0, allow_inf_nan=False), AfterValidator(_of_moderate_size)]
+Positive = Annotated[float, Field(gt=0, le=1e30, allow_inf_nan=False)]
 
 _BLOCK = 64  # draws at a time; small, since every worker keeps a block
 _ONES = (1.0,) * _BLOCK
@@ -56,9 +58,18 @@ class _Compute(Validated):
     """Common part of all distributions: the mean of a step, given by `seconds` or by the operations of the work."""
 
     seconds: PositiveSeconds | None = None
+    flops: Positive | None = None
     flops_per_second: Flops = 20e9
     overhead: Seconds = 0.2e-3
     call: Seconds | None = None
+
+    @model_validator(mode="after")
+    def _operations_of_seconds(self) -> Self:
+        if self.flops is not None and self.seconds is None:
+            raise FieldError(
+                ("flops",), "it has the operations of the step of `seconds`: state seconds, or leave it out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _call_within_step(self) -> Self:
@@ -80,7 +91,15 @@ class _Compute(Validated):
 
     def mean(self, flops: float) -> float:
         """Mean seconds of a step of `flops` operations on a machine of speed 1."""
-        return self.overhead + flops / self.flops_per_second if self.seconds is None else self.seconds
+        if self.seconds is None:
+            return self.overhead + flops / self.flops_per_second
+        if self.flops is None:
+            return self.seconds
+        return self.of_call + (self.seconds - self.of_call) * (flops / self.flops)
+
+    def referred(self, flops: float) -> Self:
+        """These durations, whose `seconds` are those of a step of `flops` operations where the file does not say."""
+        return self if self.seconds is None or self.flops is not None else self.changed(flops=flops)
 
     def blocks(self, rng: np.random.Generator) -> Iterator[Sequence[float]]:
         """Endless blocks of factors drawn from `rng`."""
