@@ -32,6 +32,7 @@ _SIZES = {
     "TB": "1e12", "GB": "1e9", "MB": "1e6", "kB": "1e3", "B": "1",
     "TiB": "1099511627776", "GiB": "1073741824", "MiB": "1048576", "KiB": "1024",
 }  # fmt: skip
+_SAMPLES = {"samples/s": "1"}
 _FLOPS = {"PFLOP/s": "1e15", "TFLOP/s": "1e12", "GFLOP/s": "1e9", "MFLOP/s": "1e6", "FLOP/s": "1"}
 
 _HELD = 1e-30, 1e30
@@ -90,6 +91,15 @@ def flops(given: object) -> float:
     return _read(above_zero(given), _FLOPS, "a speed", "20 GFLOP/s")
 
 
+def samples_per_second(given: object) -> float:
+    """Read a number of samples per second, above 0.
+
+    >>> samples_per_second("3000 samples/s")
+    3000.0
+    """
+    return _read(above_zero(given), _SAMPLES, "a number of samples per second", "3000 samples/s")
+
+
 def size(given: object) -> int:
     """Read a size in whole bytes, above 0.
 
@@ -142,6 +152,11 @@ def as_per_byte(value: float) -> str:
 def as_size(value: int) -> str:
     """Write a size in bytes."""
     return _write(value, _SIZES, "GiB", "GB", "MiB", "MB", "B")
+
+
+def as_samples_per_second(value: float) -> str:
+    """Write a number of samples per second."""
+    return _write(value, _SAMPLES, "samples/s")
 
 
 def as_flops(value: float) -> str:

@@ -25,8 +25,9 @@ class GradientWork:
 
     `values` are lent: their owner does not change them before the result. `inputs` and `targets` have one sample in
     each row of a tensor (`data/dataset.py`); both are None in a timing-only run. Random layers draw from (`seed`,
-    `rank`, `step`). `flops` counts the floating-point operations of the whole batch, for virtual time. `buffers` is the
-    worker's snapshot (`Replica.buffers_flat`); None means the buffers of a fresh model.
+    `rank`, `step`). `flops` counts the floating-point operations of the whole batch, and `samples` those that are read
+    for it, for virtual time. `buffers` is the worker's snapshot (`Replica.buffers_flat`); None means the buffers of a
+    fresh model.
     """
 
     rank: int
@@ -37,6 +38,7 @@ class GradientWork:
     seed: int
     flops: float
     buffers: Tensor | None = None
+    samples: int = 0
 
     def run(self) -> NoReturn:
         """Raise `TypeError`: only the `GradientEngine` of a runtime computes gradients."""
@@ -271,7 +273,7 @@ class JobSource:
     def gradient_again(self, requester: Requester, values: torch.Tensor) -> Operation[Gradient]:
         """Start another gradient of the last mini-batch, at `values`, with the same random draws."""
         assert self._last is not None
-        return requester.node.compute(replace(self._last, values=values))
+        return requester.node.compute(replace(self._last, values=values, samples=0))
 
     def gradient_at(
         self, requester: Requester, values: torch.Tensor, indices: torch.Tensor, *, draw: int
@@ -292,6 +294,7 @@ class JobSource:
             seed=self.seed,
             flops=self._flops * len(indices) / self.batch_size,
             buffers=requester.buffers,
+            samples=len(indices),
         )
         return requester.node.compute(work)
 
@@ -331,5 +334,6 @@ class JobSource:
             seed=self.seed,
             flops=self._flops,
             buffers=requester.buffers,
+            samples=self.batch_size,
         )
         return self._last

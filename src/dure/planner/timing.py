@@ -35,6 +35,7 @@ from dure.run.virtual import VirtualRun
 from dure.runtime.virtual.compute import Constant, LogNormal
 from dure.sync.base import Periodic, traits_of
 from dure.topology.collective.choice import Collective
+from dure.topology.offers import offers_of
 
 if TYPE_CHECKING:
     from dure.core.meter import Span
@@ -277,8 +278,11 @@ def server_machines(setup: Setup, cluster: Cluster) -> int:
 def _steps(strategy: Strategy, cluster: Cluster) -> int:
     constant = all(isinstance(kind.compute, Constant) for kind in cluster.machines)
     together, period = _together(strategy), _period_of(strategy)
-    least = (TOGETHER if together else APART) if constant else RANDOM
+    # processes of servers serve workers one after another, in an order that changes from step to step
+    in_turn = "servers" in offers_of(strategy.topology) and bool(cluster.servers.variable or cluster.servers.process)
+    least = (TOGETHER if together and not in_turn else APART) if constant else RANDOM
     uneven = any(kind != cluster.machines[0] or not isinstance(kind.speed, float) for kind in cluster.machines)
+    uneven = uneven or in_turn
     # fast workers end before slow ones have done the step after the last period, which would then not count
     spare = period if together and uneven and period > 1 else 0
     return _warm_of(strategy) + period * math.ceil(least / period) + 1 + spare

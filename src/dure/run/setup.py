@@ -207,6 +207,13 @@ class Setup:
         return self if self.stages is None else self._of_rank[self.place_of_server(number)]
 
     @property
+    def variables(self) -> dict[str, list[int]]:
+        """The elements of each variable at each server, by name (`Topology.variables`)."""
+        servers = self.deployment.names(SERVER)
+        each = len(servers) // self.parts
+        return {name: self.of_server(i).topology.variables(i % each) for i, name in enumerate(servers)}
+
+    @property
     def clocks(self) -> list[str]:
         """The servers with a clock: the first; in a pipeline, the first of each stage."""
         servers = self.deployment.names(SERVER)

@@ -45,7 +45,7 @@ from dure.partition.pipeline import Pipeline
 from dure.partition.programmed import Programmed
 from dure.partition.shared_layers import SharedLayers
 from dure.partition.whole import Whole
-from dure.sync.base import traits_of
+from dure.sync.base import server_rule_of, traits_of
 from dure.sync.corrected import parts
 from dure.topology.offers import OFFERS, offering, offers_of
 
@@ -245,6 +245,13 @@ class Strategy:
             codec=resolved("codec", codec),
             partition=resolved("partition", partition),
         )
+
+    @property
+    def pushes_together(self) -> bool:
+        """Whether all workers take part in each push to servers, and in each pull."""
+        traits = traits_of(self.sync)
+        served = "servers" in offers_of(self.topology) and isinstance(self.partition, Whole)
+        return served and traits.lockstep and not traits.coordinated and server_rule_of(self.sync).quorum is None
 
     def text(self) -> dict[str, str]:
         """Each axis as text."""

@@ -212,6 +212,8 @@ class VirtualSegment:
             codec=cost_of(codec_name(setup.strategy.codec), run.cluster.codecs),
             slices=slices_of(setup, shape),
             shape=shape,
+            variables=setup.variables if run.cluster.servers.software else None,
+            together=setup.strategy.pushes_together,
         )
 
     def _history(self) -> VirtualHistory:
@@ -278,6 +280,7 @@ class VirtualSegment:
     def _draw_durations(self, rank: int) -> None:
         durations = self.whole.cluster.durations(rank, self.setup.config.seeded)
         self.durations[rank] = durations
+        self.runtime.nodes[f"worker {rank}"].loading = self.whole.cluster.loading(rank)
         self.runtime.durations[f"worker {rank}"] = durations
 
     @cached_property

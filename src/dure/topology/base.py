@@ -245,6 +245,12 @@ class Topology:
             return []
         return [SliceLayout.of(self.plan.replica.layers, ranges) for ranges in self.ranges]
 
+    def variables(self, number: int) -> list[int]:
+        """The elements of each variable that server `number` holds: a parameter, or a part of one."""
+        layers, ranges = self.plan.replica.layers, self.ranges[number] if self.ranges else []
+        found = (min(stop, each.stop) - max(start, each.start) for start, stop in ranges for each in layers)
+        return [elements for elements in found if elements > 0]
+
     # ---- memory; a topology of a user's own that declares none counts as here
 
     @property

@@ -143,6 +143,10 @@ CLUSTERS = {
         ],
         inside=InsideLink(bandwidth="96 Gbit/s"),
     ),
+    "software of servers": Cluster(
+        machines=[Machines(workers=2, input="3000 samples/s"), Machines(input=1 / 3)],
+        servers=ServerMachines(variable="50 us", process="1 GB/s", per_machine=True),
+    ),
     "servers": Cluster(servers=ServerMachines(cores=2, link=Link(bandwidth="1 MB/s"))),
     "racks": Cluster(racks={"machines": 3, "oversubscription": 8 / 3, "latency": "3 us"}),
     "sites": Cluster(sites=[{"machines": 3}, {"machines": 5}], between={"bandwidth": "1 Gbit/s", "latency": 1 / 3}),
@@ -188,6 +192,15 @@ LINE = "bandwidth: 1 Gbit/s, latency: 30 ms"
 PAIRS = "sites: [{machines: 3}, {machines: 4}, {machines: 1}]\n"
 
 MISTAKES = {
+    "servers: {variable: -1 ms}": ["servers.variable", "'-1 ms'", "not negative"],
+    "servers: {process: 0}": ["servers.process", "0", "above zero"],
+    "servers: {process: 1 samples/s}": ["servers.process", "'1 samples/s'", "GB/s"],
+    "servers: {per_machine: 3}": ["servers.per_machine", "3"],
+    "machines: [{input: 0}]": ["machines[0].input", "0", "above zero"],
+    "machines: [{input: 3 GB/s}]": ["machines[0].input", "'3 GB/s'", "'3000 samples/s'"],
+    "{host: {}, servers: {process: 1 GB/s}}": ["servers.process", "host", "leave it out"],
+    "{host: {}, machines: [{}, {input: 10}]}": ["machines[1].input", "host", "leave it out"],
+    "{servers: {per_machine: true}, events: [{at: 1, kind: crash, worker: 0}]}": ["events[0].kind", "per_machine"],
     "link: {bandwidth: -10 Gbit/s}": ["link.bandwidth", "'-10 Gbit/s'", "not negative", "'10 Gbit/s'"],
     "link: {bandwidth: 0}": ["link.bandwidth", "0", "above zero"],
     "link: {bandwidth: 10 Gbits}": ["link.bandwidth", "'10 Gbits'", "Gbit/s"],

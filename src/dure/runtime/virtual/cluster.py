@@ -56,6 +56,11 @@ from dure.runtime.virtual.fabric import Fabric, Racks, Site, SiteLines, check_si
 
 MemoryRate = Annotated[float, BeforeValidator(units.rate), PlainSerializer(units.as_memory_rate, when_used="json")]
 PerByte = Annotated[float, BeforeValidator(units.per_byte), PlainSerializer(units.as_per_byte, when_used="json")]
+SamplesRate = Annotated[
+    float,
+    BeforeValidator(units.samples_per_second),
+    PlainSerializer(units.as_samples_per_second, when_used="json"),
+]
 Price = Annotated[float, Field(ge=0, le=1e30, allow_inf_nan=False)]
 
 Cores = Annotated[int, Field(ge=1, le=1_000_000)]
@@ -80,8 +85,9 @@ class Machines(Validated):
     `gpus` in place of `workers`: their collectives are those of the engine of accelerators, over `card`. The defaults
     of `link`, `inside` and `card` are those of the cluster. `speed` divides the duration of every step: a number,
     one number for each worker, or a distribution from which each worker draws once (`lognormal` with sigma, `uniform`
-    from low to high). `memory`: bytes of memory of each worker; None: without limit. `price`: of an hour of a machine,
-    in any currency; a plan then shows costs.
+    from low to high). `memory`: bytes of memory of each worker; None: without limit. `input`: samples per second that
+    a machine loads, an equal share for each of its workers; None: without limit. `price`: of an hour of a machine, in
+    any currency; a plan then shows costs.
     """
 
     count: int = Field(default=1, ge=1)
@@ -91,6 +97,7 @@ class Machines(Validated):
     speed: Speed = 1.0
     cores: Cores = 4
     memory: Size | None = None
+    input: SamplesRate | None = None
     price: Price | None = None
     link: Link | None = None
     inside: InsideLink | None = None
@@ -139,12 +146,23 @@ class Machines(Validated):
 class ServerMachines(Validated):
     """Machines of parameter servers that are not beside workers. The default of `link` is the link of the cluster.
 
-    `price`: of an hour of a machine.
+    `price`: of an hour of a machine. The others describe the software of all servers (`server_software`). `variable`:
+    seconds of a process, at each end, for a variable of a push or a pull. `process`: bytes of these that a process
+    packs or unpacks in a second; None: without limit. `per_machine`: the workers of a machine push and pull as one.
     """
 
     cores: Cores = 4
     price: Price | None = None
     link: Link | None = None
+    variable: Seconds = 0.0
+    process: MemoryRate | None = None
+    per_machine: bool = False
+
+    @property
+    def software(self) -> dict[str, Any]:
+        """What is given of the software, by key."""
+        given = {"variable": self.variable, "process": self.process, "per_machine": self.per_machine}
+        return {name: value for name, value in given.items() if value}
 
 
 class RoundCost(Validated):
@@ -260,6 +278,24 @@ class Cluster(Validated):
         if self.host is not None and several is not None:
             problem = "`host` places all workers on one machine: write their number as count, or leave `host` out"
             raise FieldError(("machines", several, "workers"), problem)
+        if self.host is not None:
+            self._no_software_of_machines()
+        return self
+
+    def _no_software_of_machines(self) -> None:
+        """Raise `FieldError` for a key that the processes of one `host` do not have."""
+        given: list[tuple[str | int, ...]] = [("servers", name) for name in self.servers.software]
+        given += [("machines", i, "input") for i, kind in enumerate(self.machines) if kind.input is not None]
+        if given:
+            raise FieldError(given[0], "`host` has no such processes: leave it out, or describe several machines")
+
+    @model_validator(mode="after")
+    def _stays_where_machines_push(self) -> Cluster:
+        if self.servers.per_machine:
+            moved = next((i for i, event in enumerate(self.events) if event.kind in ("crash", "join")), None)
+            if moved is not None:
+                problem = "with servers.per_machine a machine waits for all its workers: leave one of the two out"
+                raise FieldError(("events", moved, "kind"), problem)
         return self
 
     @model_validator(mode="after")
@@ -458,6 +494,11 @@ class Cluster(Validated):
     def memory_of(self, worker: int) -> int | None:
         """Bytes of memory of a worker; None: without limit."""
         return self._kinds[self.machine_of(worker)].memory
+
+    def loading(self, worker: int) -> float:
+        """Seconds in which the machine of a worker loads a sample for it; 0 without limit."""
+        kind = self._kinds[self.machine_of(worker)]
+        return 0.0 if kind.input is None else kind.workers / kind.input
 
     def latency(self, here: int, there: int) -> float:
         """Latency between two machines, in seconds: the larger of their links' latencies, or of their cards' hops.

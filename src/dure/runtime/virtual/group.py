@@ -44,6 +44,7 @@ class GroupNode(Protocol):
 
     rank: int
     alive: bool
+    loaded: float
     meter: Meter
     payload_sent: int
     payload_received: int
@@ -55,13 +56,17 @@ class GroupNode(Protocol):
 
 
 class Round:
-    """One collective: operation and value of each rank that has arrived, and the start and end of its gradient."""
+    """One collective: operation and value of each rank that has arrived, and the times of its gradient.
 
-    __slots__ = ("arrived", "compute_ended", "kind", "started")
+    A rank requests it, it starts when its data are there, and it ends.
+    """
+
+    __slots__ = ("arrived", "compute_ended", "kind", "requested", "started")
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self.arrived: dict[int, tuple[Operation[Any], Any]] = {}
+        self.requested: dict[int, float] = {}
         self.started: dict[int, float] = {}
         self.compute_ended: dict[int, float] = {}
 
@@ -222,8 +227,9 @@ class VirtualGroup:
         runtime, collective_rounds, node = self.node.runtime, self.collective_rounds, self.node
         operation: Operation[Gradient] = Operation(runtime.kernel, "the group's mean gradient")
         number, round_ = collective_rounds.join(node.rank, "mean_gradient")
-        round_.started[node.rank] = runtime.kernel.now
+        round_.requested[node.rank] = runtime.kernel.now
         computation = node.compute(work)
+        round_.started[node.rank] = max(runtime.kernel.now, node.loaded)
 
         def computed() -> None:
             if not node.alive:
@@ -244,7 +250,7 @@ class VirtualGroup:
         finish = max(last, self._slices_sent(started, ended, order[0][1].values))
         for rank, name in zip(self.collective_rounds.present, self.collective_rounds.names, strict=True):
             meter = runtime.nodes[name].meter
-            meter.add("compute", started[rank], ended[rank])
+            meter.add("compute", round_.requested[rank], ended[rank])
             meter.add("wait", ended[rank], last)
             meter.add("communicate", last, finish, "all_reduce")
 

@@ -257,6 +257,14 @@ class Network:
         index = self.node(node)
         return max((pair.arrived for pair in self._pairs.values() if pair.src == index), default=0.0)
 
+    def life(self, node: int) -> int:
+        """The crashes of a node so far: the number of its incarnation."""
+        return self._life[node]
+
+    def machine(self, node: int) -> int:
+        """The machine of a node."""
+        return self._machine[node]
+
     def restore(self, node: str | int) -> None:
         """Start a new incarnation of `node`: it sends and receives again. Earlier messages stay lost."""
         self._gone.discard(self.node(node))
@@ -281,6 +289,12 @@ class Network:
                 self.bytes_local[i] += sent
                 self.bytes_sent[i] -= sent
                 self.bytes_received[i] -= received
+
+    def count_inside(self, cost: Cost, indices: Sequence[int]) -> None:
+        """Count the bytes and messages of a collective among the nodes `indices` of one machine."""
+        for i, sent, messages in zip(indices, cost.sent, cost.messages, strict=True):
+            self.bytes_local[i] += sent
+            self.messages[i] += messages
 
     def cost(
         self, kind: str, nbytes: int, nodes: Sequence[str | int], itemsize: int = 4, *, gradient: bool = False

@@ -7,8 +7,9 @@ evaluated when its value is first needed, in one batch with all gradients that h
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
 from itertools import count
@@ -40,6 +41,7 @@ from dure.errors import PeerLost, RemoteError
 from dure.job.gradient import GradientWork
 from dure.runtime.virtual.group import VirtualGroup
 from dure.runtime.virtual.kernel import Kernel
+from dure.runtime.virtual.server_software import ServerSoftware
 
 if TYPE_CHECKING:
     import torch
@@ -120,7 +122,7 @@ class VirtualNode:
         self.rank = rank
         self.routes: dict[str, Pair] = {}  # connections to nodes that this one has sent to
         self.network = runtime.network
-        self.carry = runtime.network.carry
+        self.carry = runtime.carry
         processes = runtime.network.processes  # if the cluster is one host
         self.process = None if processes is None else processes[runtime.network.node(name)]
         self.calls: dict[RemoteCall, int] = {}  # calls in progress from this node, and their numbers
@@ -132,6 +134,8 @@ class VirtualNode:
         self.alive = True
         self.incarnation = 0
         self.paused_until = 0.0
+        self.loading = 0.0  # seconds in which the machine loads a sample
+        self.loaded = -math.inf  # time at which the last gradient began: its successor's data are loaded from then on
         self.slowness = 1.0
         self.payload_sent = 0
         self.payload_received = 0
@@ -147,6 +151,8 @@ class VirtualNode:
         begin = self.kernel.now
         if begin < self.paused_until:
             begin = self.paused_until
+        if self.loading and isinstance(work, GradientWork) and work.samples:
+            begin = self.loaded = max(begin, self.loaded + work.samples * self.loading)
         operation = Computation(self, work, begin, runtime.seconds_of(self, work))
         # A portion reads weights and activations that may change before its virtual end: its value is that of now.
         if isinstance(work, StepPortion):
@@ -307,7 +313,7 @@ class RemoteCall(Operation[Reply]):
     each call under way a large run has few enough to be fast.
     """
 
-    __slots__ = ("_fields", "_into", "_method", "_nbytes", "_reply", "_service", "_target", "_tensors", "life", "pair",
+    __slots__ = ("_fields", "_into", "_method", "_reply", "_service", "_target", "_tensors", "life", "nbytes", "pair",
                  "source", "wire")  # fmt: skip
 
     pair: Pair
@@ -332,7 +338,7 @@ class RemoteCall(Operation[Reply]):
         self._fields: Fields | None = fields  # None once the request has been handled
         self._tensors = tensors
         self._into = into
-        self._nbytes = 0
+        self.nbytes = 0
         self._target = target = source.runtime.nodes[service.node]
         if not target.alive:
             source.kernel.at(source.kernel.now + source.runtime.detection, self._lost)
@@ -348,7 +354,7 @@ class RemoteCall(Operation[Reply]):
         runtime = sender.runtime
         self.wire = runtime.header + runtime.field * len(fields)
         if tensors:
-            nbytes = self._nbytes = _weight(tensors)
+            nbytes = self.nbytes = _weight(tensors)
             sender.payload_sent += nbytes
             self.wire += nbytes
         sender.carry(self)
@@ -373,7 +379,7 @@ class RemoteCall(Operation[Reply]):
             target.when_awake(self._requested)
             return
         assert fields is not None
-        target.payload_received += self._nbytes
+        target.payload_received += self.nbytes
         self._handle(fields)
 
     def _handle(self, fields: Fields) -> None:
@@ -401,7 +407,7 @@ class RemoteCall(Operation[Reply]):
 
     def _answer(self, reply: Reply) -> None:
         self._reply = reply
-        self._nbytes = 0
+        self.nbytes = 0
         if self.source is self._target:
             self._deliver()
             return
@@ -429,7 +435,7 @@ class RemoteCall(Operation[Reply]):
             return
         if source is not self._target:
             source.calls.pop(self, None)
-            source.payload_received += self._nbytes
+            source.payload_received += self.nbytes
         if self._into and not self.done:
             for destination, tensor in zip(self._into, reply.tensors, strict=False):
                 if not isinstance(tensor, Ghost):
@@ -516,7 +522,7 @@ class VirtualRuntime:
     `detection`: seconds between a crash and its notice by others. `codec`: the cost of the run's codec. `slices`: the
     parts of a gradient that leave during backward, in order, as number of elements and share of backward still to do.
     Without slices a gradient leaves at the end of backward. `shape` is that of a step, whose tensors are those that an
-    engine of accelerators sums.
+    engine of accelerators sums. `variables` and `together` are those of `ServerSoftware`.
     """
 
     def __init__(
@@ -531,6 +537,8 @@ class VirtualRuntime:
         codec: CodecCost | None = None,
         slices: Sequence[tuple[int, float]] = (),
         shape: StepShape | None = None,
+        variables: Mapping[str, Sequence[int]] | None = None,
+        together: bool = False,
     ) -> None:
         self.cluster = cluster
         self.shape = shape or StepShape(cluster.backward, 0.0, ())
@@ -540,6 +548,11 @@ class VirtualRuntime:
         self.trace = trace
         self.kernel = Kernel(start)
         self.network = network(self.kernel)
+        self.software: ServerSoftware | None = None
+        if variables and cluster.servers.software:
+            self.software = ServerSoftware(self.network, variables, together=together)
+        carrier = self.network if self.software is None else self.software
+        self.carry: Callable[[Any], None] = carrier.carry
         self.gradient_engine = gradient_engine
         self.detection, self.header, self.field = cluster.detection, cluster.header, cluster.field
         self.nodes: dict[str, VirtualNode] = {}
@@ -563,9 +576,11 @@ class VirtualRuntime:
     def seconds_of(self, node: VirtualNode, work: Work) -> float:
         """Seconds of `work` on `node`, by the cluster's model."""
         if isinstance(work, Apply):
-            return (
-                self._coding_seconds(node, work.codec_works) if work.codec_works else work.nbytes * self.cluster.gamma
-            )
+            if work.codec_works:
+                return self._coding_seconds(node, work.codec_works)
+            seconds = work.nbytes * self.cluster.gamma
+            software = self.software
+            return seconds if software is None or not software.serves(node.name) else seconds * software.updates
         if isinstance(work, StepPortion):
             step = work.step
             if step.seconds is None:

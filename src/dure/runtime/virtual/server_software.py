@@ -1,0 +1,205 @@
+"""The software of parameter servers in virtual time: processes that pack and unpack, and machines that push as one.
+
+A push or a pull is cut into its variables, as gRPC's servers of 2017 send each variable as a message of its own. Each
+variable passes four queues in series; every process has one queue, for what it packs and what it unpacks:
+
+    the sender's process    variable + bytes / process
+    the network             as any message (`runtime.virtual.network`)
+    the receiver's process  variable + bytes / process
+
+V equal variables, p seconds in a process and w on the wire, from one worker to one server:
+
+    p + (V - 1) max(p, w) + w + p
+
+Neighboring variables travel together until they have more bytes than a message that does not queue (`Cluster.small`);
+they cost their number of `variable`. A header belongs to each message on the wire.
+
+Where machines push as one (`per_machine`), the workers of a machine sum their updates by a reduce-scatter inside it,
+the first of them pushes the sum, and pulls for all; an all-gather inside the machine then gives each worker what came.
+The servers apply one update for each machine.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+from dure.core.deployment import WORKER
+from dure.runtime.virtual.sharing import Processor
+
+if TYPE_CHECKING:
+    from dure.runtime.virtual.network import Network, Pair
+
+
+class Payload(Protocol):
+    """A `network.Message` with tensors of `nbytes`."""
+
+    pair: Pair
+    wire: int
+    life: int
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def arrive(self) -> None: ...
+
+
+class Piece:
+    """Neighboring variables of a push or a pull: a message of its own, which takes `seconds` of each process.
+
+    `then` is called when the receiver has unpacked it.
+    """
+
+    __slots__ = ("_software", "life", "pair", "seconds", "then", "wire")
+
+    def __init__(
+        self, software: ServerSoftware, pair: Pair, wire: int, seconds: float, then: Callable[[], None] | None
+    ) -> None:
+        self._software = software
+        self.pair = pair
+        self.wire = wire
+        self.life = 0
+        self.seconds = seconds
+        self.then = then
+
+    def arrive(self) -> None:
+        self._software.unpack(self)
+
+
+class ServerSoftware:
+    """Carries the messages of `network` between workers and servers, as the cluster describes the software.
+
+    `variables` has the elements of each variable at each server, by name. `together`: all workers take part in every
+    push and pull, so the workers of a machine can push as one.
+    """
+
+    def __init__(self, network: Network, variables: Mapping[str, Sequence[int]], *, together: bool) -> None:
+        cluster = network.cluster
+        servers = cluster.servers
+        self._network = network
+        self._kernel = network.kernel
+        self._header, self._small = cluster.header, cluster.small
+        self._variable = servers.variable
+        self._byte = 0.0 if servers.process is None else 1.0 / servers.process
+        self._variables = {network.node(name): sizes for name, sizes in variables.items()}
+        self._cuts: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        self._processes: dict[tuple[int, int], Processor] = {}  # of each incarnation of a node
+        workers = [network.node(name) for name in network.names if name.startswith(WORKER)]
+        self._machines = Counter(map(network.machine, workers)) if together and servers.per_machine else Counter()
+        self.updates = len(self._machines) / len(workers) if self._machines else 1.0
+        """The updates that a server applies for each worker's."""
+        self._waiting: dict[tuple[int, int, bool], list[Payload]] = {}
+        self._links: dict[int, Processor] = {}
+
+    def serves(self, name: str) -> bool:
+        """Whether a node is a server."""
+        return self._network.node(name) in self._variables
+
+    def carry(self, message: Payload) -> None:
+        """Send `message`. It arrives, or is lost, as by `Network.carry`."""
+        src, dst = message.pair.src, message.pair.dst
+        server = src if src in self._variables else dst
+        if not message.nbytes or server not in self._variables:
+            self._network.carry(message)
+        elif self._machines[self._network.machine(src + dst - server)] > 1:
+            self._gather(message, server, src + dst - server)
+        else:
+            self._send(message, server, partial(_deliver, self._network, [message]))
+
+    # ---- processes
+
+    def _send(self, message: Payload, server: int, then: Callable[[], None]) -> None:
+        pair, now = message.pair, self._kernel.now
+        cuts, life = self._cut(server, message.nbytes), self._network.life(pair.src)
+        more = message.wire - message.nbytes  # the header and the fields of the call travel with the first piece
+        for i, (nbytes, variables) in enumerate(cuts):
+            seconds = variables * self._variable + nbytes * self._byte
+            ends = i == len(cuts) - 1
+            piece = Piece(self, pair, nbytes + more, seconds, then if ends else None)
+            more = self._header
+            self._kernel.at(self._process(pair.src).reserve(now, seconds), partial(self._packed, piece, life))
+
+    def _packed(self, piece: Piece, life: int) -> None:
+        if life == self._network.life(piece.pair.src):
+            self._network.carry(piece)
+
+    def unpack(self, piece: Piece) -> None:
+        """Unpack a piece that arrives, unless it is lost."""
+        if self._network.received(piece):
+            end = self._process(piece.pair.dst).reserve(self._kernel.now, piece.seconds)
+            self._kernel.at(end, partial(self._unpacked, piece))
+
+    def _unpacked(self, piece: Piece) -> None:
+        if piece.then is not None and piece.life == self._network.life(piece.pair.dst):
+            piece.then()
+
+    def _process(self, node: int) -> Processor:
+        key = node, self._network.life(node)
+        if key not in self._processes:
+            self._processes[key] = Processor(1)
+        return self._processes[key]
+
+    def _cut(self, server: int, nbytes: int) -> list[tuple[int, int]]:
+        """Bytes and number of variables of each piece of a message: a codec takes the same share of all variables."""
+        key = server, nbytes
+        if key not in self._cuts:
+            sizes = self._variables[server] or (1,)
+            if not self._variable and not self._byte:
+                self._cuts[key] = [(nbytes, len(sizes))]
+            else:
+                self._cuts[key] = list(_pieces(sizes, nbytes, self._small))
+        return self._cuts[key]
+
+    # ---- machines
+
+    def _gather(self, message: Payload, server: int, worker: int) -> None:
+        """Keep a message of a worker until those of all workers of its machine are there: they go as one."""
+        network, pushed = self._network, message.pair.dst == server
+        machine = network.machine(worker)
+        waiting = self._waiting.setdefault((machine, server, pushed), [])
+        waiting.append(message)
+        if len(waiting) < self._machines[machine]:
+            return
+        del self._waiting[machine, server, pushed]
+        first = max(waiting, key=lambda each: each.nbytes)
+        members = [each.pair.src + each.pair.dst - server for each in waiting]
+        deliver = partial(_deliver, network, waiting)
+        if pushed:
+            summed = self._inside("reduce_scatter", first.nbytes, members)
+            self._kernel.at(summed, partial(self._send, first, server, deliver))
+        else:
+            part = -(-first.nbytes // len(members))
+            self._send(first, server, lambda: self._kernel.at(self._inside("all_gather", part, members), deliver))
+
+    def _inside(self, kind: str, nbytes: int, workers: Sequence[int]) -> float:
+        """The end of a collective among workers of one machine, which follows the earlier ones there."""
+        network = self._network
+        cost = network.cost(kind, nbytes, workers)
+        network.count_inside(cost, workers)
+        link = self._links.setdefault(network.machine(workers[0]), Processor(1))
+        return link.reserve(self._kernel.now, cost.seconds)
+
+
+def _deliver(network: Network, messages: Sequence[Payload]) -> None:
+    for message in messages:
+        message.wire, message.life = 0, network.life(message.pair.dst)  # the bytes of its pieces are counted
+        message.arrive()
+
+
+def _pieces(sizes: Sequence[int], nbytes: int, small: int) -> Iterator[tuple[int, int]]:
+    """Cut `nbytes` in proportion to `sizes`: bytes and number of the variables of each piece.
+
+    All pieces have more than `small` bytes, or there is one.
+    """
+    whole, before, sent, variables = sum(sizes), 0, 0, 0
+    for size in sizes:
+        before, variables = before + size, variables + 1
+        end = nbytes * before // whole
+        # What follows must suffice for a piece too, else it travels with this one.
+        if end - sent > small and (nbytes - end > small or before == whole):
+            yield end - sent, variables
+            sent, variables = end, 0
+    if variables:
+        yield nbytes - sent, variables
