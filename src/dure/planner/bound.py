@@ -59,7 +59,7 @@ def _computing(scene: Scene, strategy: str, chosen: Strategy) -> float:
     return scene.batch / sum(pace.workers / each for each, pace in zip(samples, paces, strict=True))
 
 
-class Pace(NamedTuple):
+class WorkerPace(NamedTuple):
     """The durations and the speed of some `workers`, and the seconds in which each of them gets a sample."""
 
     compute: Compute
@@ -68,16 +68,16 @@ class Pace(NamedTuple):
     loading: float
 
 
-def _paces(cluster: Cluster) -> Iterator[Pace]:
+def _paces(cluster: Cluster) -> Iterator[WorkerPace]:
     """The paces of all workers."""
     first = 0
     for kind in cluster.machines:
         workers, loading = kind.count * kind.workers, cluster.loading(first)
         if isinstance(kind.speed, float):
-            yield Pace(kind.compute, kind.speed, workers, loading)
+            yield WorkerPace(kind.compute, kind.speed, workers, loading)
         else:
             speeds = (cluster.durations(first + each, 0).speed for each in range(workers))
-            yield from (Pace(kind.compute, speed, 1, loading) for speed in speeds)
+            yield from (WorkerPace(kind.compute, speed, 1, loading) for speed in speeds)
         first += workers
 
 

@@ -221,8 +221,15 @@ def test_a_step_over_servers_takes_the_seconds_of_its_queues(machines: int) -> N
     assert timed(here, "bsp ps").seconds == pytest.approx(expected, rel=0.02)
 
 
-@pytest.mark.parametrize(("rate", "strategy"), [("2000 samples/s", "bsp"), ("500 samples/s", "bsp"),
-                                                ("500 samples/s", "bsp ps"), ("500 samples/s", "downpour ps")])  # fmt: skip
+INPUTS = [
+    ("2000 samples/s", "bsp"),
+    ("500 samples/s", "bsp"),
+    ("500 samples/s", "bsp ps"),
+    ("500 samples/s", "downpour ps"),
+]
+
+
+@pytest.mark.parametrize(("rate", "strategy"), INPUTS)
 def test_a_step_takes_as_long_as_its_computation_and_messages_or_its_input(rate: str, strategy: str) -> None:
     """The maximum, no sum: a machine loads the next mini-batches of its two workers beside this one."""
     free, limited = timed(scene(), strategy).seconds, timed(scene(input=rate), strategy).seconds

@@ -290,7 +290,7 @@ class Network:
                 self.bytes_sent[i] -= sent
                 self.bytes_received[i] -= received
 
-    def count_inside(self, cost: Cost, indices: Sequence[int]) -> None:
+    def count_inside(self, cost: Cost | LeveledCost, indices: Sequence[int]) -> None:
         """Count the bytes and messages of a collective among the nodes `indices` of one machine."""
         for i, sent, messages in zip(indices, cost.sent, cost.messages, strict=True):
             self.bytes_local[i] += sent

@@ -46,7 +46,7 @@ class Payload(Protocol):
     def arrive(self) -> None: ...
 
 
-class Piece:
+class VariablesMessage:
     """Neighboring variables of a push or a pull: a message of its own, which takes `seconds` of each process.
 
     `then` is called when the receiver has unpacked it.
@@ -117,21 +117,21 @@ class ServerSoftware:
         for i, (nbytes, variables) in enumerate(cuts):
             seconds = variables * self._variable + nbytes * self._byte
             ends = i == len(cuts) - 1
-            piece = Piece(self, pair, nbytes + more, seconds, then if ends else None)
+            piece = VariablesMessage(self, pair, nbytes + more, seconds, then if ends else None)
             more = self._header
             self._kernel.at(self._process(pair.src).reserve(now, seconds), partial(self._packed, piece, life))
 
-    def _packed(self, piece: Piece, life: int) -> None:
+    def _packed(self, piece: VariablesMessage, life: int) -> None:
         if life == self._network.life(piece.pair.src):
             self._network.carry(piece)
 
-    def unpack(self, piece: Piece) -> None:
+    def unpack(self, piece: VariablesMessage) -> None:
         """Unpack a piece that arrives, unless it is lost."""
         if self._network.received(piece):
             end = self._process(piece.pair.dst).reserve(self._kernel.now, piece.seconds)
             self._kernel.at(end, partial(self._unpacked, piece))
 
-    def _unpacked(self, piece: Piece) -> None:
+    def _unpacked(self, piece: VariablesMessage) -> None:
         if piece.then is not None and piece.life == self._network.life(piece.pair.dst):
             piece.then()
 
