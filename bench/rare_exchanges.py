@@ -93,7 +93,9 @@ def points(job: str, case: Case) -> Iterator[Point]:
             yield Point(job, workers, f"bsp {codec}")
             yield from (Point(job, workers, f"averaging:period={period} {codec}") for period in PERIODS[:3])
         yield from (Point(job, workers, f"diloco:period={period}") for period in (10, 30, 100))
-        yield from (Point(job, workers, f"diloco:period=100 {codec}") for codec in ("1bit", "top-k"))
+        yield from (Point(job, workers, f"diloco:period={period} 1bit") for period in (10, 30, 100))
+        yield from (Point(job, workers, f"diloco:period=100 {codec}") for codec in ("int8", "top-k"))
+        yield Point(job, workers, "bmuf:period=16 1bit")
         yield from (Point(job, workers, "downpour ps", mbit) for mbit in LINKS[::2])
 
 

@@ -74,6 +74,12 @@ def test_replicas_with_next_to_no_exchange_learn_as_one_machine(strategy, period
     assert 4 / half == pytest.approx((1 + 4 / often) / 2, rel=1e-4)
 
 
+def test_replicas_with_a_momentum_of_blocks_learn_as_one_machine_from_single_bits():
+    for method, factor in (("diloco:period=30", 4.0), ("bmuf:period=16", 4.0)):
+        assert assumed_factor(Strategy.parse(f"{method} 1bit"), timing(), 40, 10**9) == pytest.approx(factor)
+        assert assumed_factor(Strategy.parse(method), timing(), 40, 10**9) < 1.3
+
+
 def test_a_center_that_next_to_nothing_moves_learns_less_than_one_machine():
     assert assumed_factor(Strategy.parse("easgd:period=64 ps"), timing(), 40, 64) > 4
 

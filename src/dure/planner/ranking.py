@@ -21,7 +21,7 @@ samples. With E exchanges in a run of the job's steps, K replicas with the facto
             K / f       E / (E + RARE)       with elastic averaging, whose center moves by exchanges alone
 
 An exchange of a share of the elements (top-k) counts as that share of one, and one of single bits as BITS of one: the
-others wait for later exchanges, which are as rare.
+others wait for later exchanges, which are as rare. Under a momentum of blocks (BMUF, DiLoCo) single bits count as none.
 
 One machine (`candidates.ONE`) has the factor 1. It is the answer if no other is better by more than the known error of
 the ranking. Otherwise a strategy that is simpler than the one of the highest score is the answer if its score is at
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 STALE, DRIFT = 0.25, 0.05
 CODECS = {"int8": 1.01, "1bit": 1.05, "top-k": 1.1, "strom": 1.1}
 GOSSIP = 0.1
-ELASTIC = ("easgd", "eamsgd")
+ELASTIC, BLOCKS = ("easgd", "eamsgd"), ("bmuf", "diloco")
 
 RARE, PAIR, BITS = 4.0, 4.0, 1 / 8
 """Exchanges in a run with which replicas have half of the gain over one replica, exchanges of pairs that mix as one of
@@ -104,11 +104,16 @@ def assumed_factor(strategy: Strategy, timing: Timing, batch: int, steps: int) -
     factor *= 1 + DRIFT * math.log2(period)
     if period == 1 and not pairs:
         return factor
-    codec = strategy.codec
-    share = BITS if name_of("codec", codec) == "1bit" else getattr(codec, "share", 1.0)
-    exchanges = share * steps / period / (PAIR if pairs else 1)
+    exchanges = _share(strategy) * steps / period / (PAIR if pairs else 1)
     alone = 0.0 if name_of("sync", strategy.sync) in ELASTIC else 1.0
     return timing.copies / (alone + (timing.copies / factor - alone) * exchanges / (exchanges + RARE))
+
+
+def _share(strategy: Strategy) -> float:
+    """What counts of an exchange by the strategy's codec."""
+    if name_of("codec", strategy.codec) == "1bit":
+        return 0.0 if name_of("sync", strategy.sync) in BLOCKS else BITS
+    return float(getattr(strategy.codec, "share", 1.0))
 
 
 def _period(strategy: Strategy, timing: Timing) -> float:
