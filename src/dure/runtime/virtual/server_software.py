@@ -112,18 +112,22 @@ class ServerSoftware:
 
     def _send(self, message: Payload, server: int, then: Callable[[], None]) -> None:
         pair, now = message.pair, self._kernel.now
-        cuts, life = self._cut(server, message.nbytes), self._network.life(pair.src)
+        cuts, lives = self._cut(server, message.nbytes), self._lives(pair)
         more = message.wire - message.nbytes  # the header and the fields of the call travel with the first piece
         for i, (nbytes, variables) in enumerate(cuts):
             seconds = variables * self._variable + nbytes * self._byte
             ends = i == len(cuts) - 1
             piece = VariablesMessage(self, pair, nbytes + more, seconds, then if ends else None)
             more = self._header
-            self._kernel.at(self._process(pair.src).reserve(now, seconds), partial(self._packed, piece, life))
+            self._kernel.at(self._process(pair.src).reserve(now, seconds), partial(self._packed, piece, lives))
 
-    def _packed(self, piece: VariablesMessage, life: int) -> None:
-        if life == self._network.life(piece.pair.src):
+    def _packed(self, piece: VariablesMessage, lives: tuple[int, int]) -> None:
+        if lives == self._lives(piece.pair):
             self._network.carry(piece)
+
+    def _lives(self, pair: Pair) -> tuple[int, int]:
+        """The incarnations of both ends: what an earlier one has sent, or was sent, is lost."""
+        return self._network.life(pair.src), self._network.life(pair.dst)
 
     def unpack(self, piece: VariablesMessage) -> None:
         """Unpack a piece that arrives, unless it is lost."""
