@@ -84,6 +84,15 @@ def test_a_ring_has_all_cards_of_a_machine_and_groups_of_ranks_divide_them():
     assert fewer.levels(range(8)).across.bandwidth == pytest.approx(4 * 12.5e9)
 
 
+def test_a_machine_with_one_rank_of_a_group_does_not_bound_the_links_inside_the_others():
+    mesh = {"inside": InsideLink(kind="mesh"), "compute": Constant(seconds=0.1)}
+    kinds = tuple(Machines(count=1, gpus=gpus, **mesh) for gpus in (8, 1))
+    for order in (kinds, kinds[::-1]):
+        given = network(cluster().changed(machines=order))
+        assert given.levels(range(9)).inside.bandwidth == pytest.approx(130e9)
+        assert given.levels(range(9)).bandwidth == pytest.approx(0.88 * 12.5e9)
+
+
 @pytest.mark.parametrize(("cards", "times"), [(1, 2), (2, 1), (8, 1)])
 def test_messages_of_gpus_with_cards_of_their_own_do_not_share_one(cards, times):
     given = network(cluster(2, 2, card=Card(count=cards, share=1, hop="10 us"), engine=BARE.changed(start=30e-6)))
@@ -117,6 +126,12 @@ def test_an_all_reduce_at_the_end_of_backward_has_its_closed_form():
     assert step(job, given, "bsp collective:algorithm=hierarchical") == pytest.approx(two)
     one = cluster(1, 4, inside=InsideLink(bandwidth=80e9, latency=0))
     assert step(job, one) == pytest.approx(0.1 + 2 * 3 / 4 * nbytes / 80e9)
+
+
+@pytest.mark.parametrize("library", ["ddp", "horovod", "at-end"])
+def test_a_worker_alone_does_not_pay_for_the_library(library):
+    given = cluster(1, 1, engine=AcceleratorEngine(library=library))
+    assert step(dense(100, 100, 100), given) == pytest.approx(0.1)
 
 
 def test_steps_with_a_distribution_have_no_spread_of_their_own():

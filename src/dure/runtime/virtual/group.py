@@ -280,6 +280,8 @@ class VirtualGroup:
     def _buckets_sent(self, started: Mapping[int, float], ended: Mapping[int, float], gradient: torch.Tensor) -> float:
         """Time at which an engine of accelerators has reduced the last bucket, and the optimizer has applied it."""
         runtime, rounds, itemsize = self.node.runtime, self.collective_rounds, _itemsize(gradient)
+        if len(rounds.ranks) == 1:  # no library: nothing is summed
+            return max(ended.values())
         computed = [Computed(started[rank], ended[rank] - started[rank]) for rank in ended]
         shape = runtime.shape
         if not shape.tensors:  # the gradient of a part of the model

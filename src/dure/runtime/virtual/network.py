@@ -316,14 +316,16 @@ class Network:
         """
         cluster, hosts = self.cluster, [self._machine[self.node(node)] for node in nodes]
         own, present = Counter(hosts), Counter(self._machine[i] for i in self._workers)
-        inside = min((cluster.inside_of(host).ring(ranks) for host, ranks in own.items()))
+        # a rank alone on its host uses no link inside
+        rings = [(cluster.inside_of(host), ranks) for host, ranks in own.items() if ranks > 1]
+        inside = min((link.ring(ranks) for link, ranks in rings), default=math.inf)
+        hop_inside = max((link.latency for link, _ in rings), default=0.0)
         rates, hops = [], []
         for host, ranks in own.items():
             card = cluster.card_of(host)
             assert card is not None  # of accelerators
             rates.append(card.count * cluster.bandwidth_of(host) * ranks / present[host])
             hops.append(card.hop)
-        hop_inside = max(cluster.inside_of(host).latency for host in own)
         ring = zip(own, [*own][1:] + [*own][:1], strict=True)
         ways = [(host, way) for host, after in ring if (way := cluster.transit(host, after)) is not None]
         sharing = Counter(link for _, way in ways for link in way.links)
