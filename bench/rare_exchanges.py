@@ -20,7 +20,6 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass, fields, replace
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -33,7 +32,7 @@ from dure.partition.memory import MemoryUse
 from dure.planner.candidates import Scene
 from dure.planner.learning import crossed, run_until
 from dure.planner.ranking import assumed_factor
-from dure.planner.timing import Timing, config_of
+from dure.planner.timing import Timing, config_of, timed
 from dure.run.config import TrainConfig
 from dure.run.strategy import Strategy
 from dure.runtime.virtual.cluster import Cluster, Link, Machines
@@ -110,16 +109,21 @@ def rates_of(point: Point, case: Case) -> Sequence[float]:
     return (case.rates[0] / 4, case.rates[0] / 2, *case.rates) if lower else case.rates
 
 
-def measured(point: Point, case: Case, rate: float, seed: int) -> Row:
-    """The steps of each worker to the loss (None: not reached), and the bytes that a worker sends in each."""
+def scene_of(point: Point, case: Case) -> Scene:
+    """The workers of a point."""
     job = replace(load_job(point.job), batch_size=case.batch)
     machines = Machines(count=point.workers, compute=Constant(seconds=STEP))
     cluster = Cluster(machines=(machines,), link=Link(bandwidth=point.mbit * 125e3, latency=1e-3))
-    scene, target = Scene(job, cluster, point.workers * case.batch), Target(case.loss, "loss")
-    one = ADAMW if point.strategy.startswith("diloco") else job.optimizer.lr
+    return Scene(job, cluster, point.workers * case.batch)
+
+
+def measured(point: Point, case: Case, rate: float, seed: int) -> Row:
+    """The steps of each worker to the loss; None: not reached."""
+    scene, target = scene_of(point, case), Target(case.loss, "loss")
+    one = ADAMW if point.strategy.startswith("diloco") else scene.job.optimizer.lr
     options = config_of(scene, point.strategy).plain() | {"lr": rate * one, "seed": seed}
     options |= {"steps": case.steps, "eval_every": max(1, case.steps // EVALUATIONS), "eval_samples": case.samples}
-    row: Row = asdict(point) | {"rate": rate, "seed": seed, "steps": None, "bytes": 0.0}
+    row: Row = asdict(point) | {"rate": rate, "seed": seed, "steps": None}
     try:
         history = run_until(target, TrainConfig.of(options), scene)
     except DureError:
@@ -127,8 +131,7 @@ def measured(point: Point, case: Case, rate: float, seed: int) -> Row:
     samples = crossed([each | {"seconds": each["samples"]} for each in history], target)
     if samples is not None:
         row["steps"] = samples / point.workers / case.batch
-    last = history[-1]
-    return row | {"bytes": last["bytes"] / point.workers / max(1, last["step"])}
+    return row
 
 
 class Result(NamedTuple):
@@ -152,51 +155,42 @@ class Result(NamedTuple):
         return perceptron and " " not in self.point.strategy and self.point.strategy.startswith(("averaging", "ad-"))
 
 
-def best(rows: Sequence[Row]) -> dict[Point, tuple[float | None, float]]:
-    """The least steps of each point over its rates, means over seeds, with the bytes of a step."""
-    found: dict[Point, dict[float, list[Row]]] = defaultdict(lambda: defaultdict(list))
+def best(rows: Sequence[Row]) -> dict[Point, float | None]:
+    """The least steps of each point over its rates, means over seeds; None if no rate reaches the loss."""
+    found: dict[Point, dict[float, list[float | None]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
-        found[Point(*(row[name] for name in NAMES))][row["rate"]].append(row)
-    result = {}
-    for point, by_rate in found.items():
-        steps = [
-            (statistics.mean(row["steps"] for row in at), statistics.mean(row["bytes"] for row in at))
-            for at in by_rate.values()
-            if all(row["steps"] is not None for row in at)
-        ]
-        nbytes = max(row["bytes"] for at in by_rate.values() for row in at)
-        result[point] = min(steps, default=(None, nbytes))
-    return result
+        found[Point(*(row[name] for name in NAMES))][row["rate"]].append(row["steps"])
+    return {
+        point: min((statistics.mean(map(float, at)) for at in by_rate.values() if None not in at), default=None)  # type: ignore[arg-type]
+        for point, by_rate in found.items()
+    }
 
 
 def results(rows: Sequence[Row]) -> Iterator[Result]:
     """The gains of all strategies but bsp, and the rule's."""
     found = best(rows)
-    for point, (steps, nbytes) in found.items():
-        one, bsp = found[Point(point.job, 1, "bsp")][0], found.get(Point(point.job, point.workers, "bsp"), (None,))[0]
+    for point, steps in found.items():
+        one, bsp = found.get(Point(point.job, 1, "bsp")), found.get(Point(point.job, point.workers, "bsp"))
         if point.strategy == "bsp" or one is None or bsp is None:
             continue
-        gain, exchanges = steps and one / steps, _exchanges(point, one, nbytes)
-        yield Result(point, exchanges, gain, _rule(point, one, one / bsp, nbytes))
+        in_step = exchanges_in_step(point)
+        gain = None if steps is None else one / steps
+        yield Result(point, one * in_step, gain, _rule(point, one, one / bsp, in_step))
 
 
-@cache
-def _weights(job: str) -> int:
-    return 4 * sum(each.numel() for each in load_job(job).build(0).parameters())
+def exchanges_in_step(point: Point) -> float:
+    """The exchanges of a worker in each of its steps; in gossip counted in a run without values."""
+    if point.strategy == "ad-psgd":
+        return timed(scene_of(point, CASES[point.job]), point.strategy).exchanges
+    return 1 / getattr(Strategy.parse(point.strategy).sync, "period", 1)
 
 
-def _exchanges(point: Point, one: float, nbytes: float) -> float:
-    period = getattr(Strategy.parse(point.strategy).sync, "period", None)
-    return one / period if period else one * nbytes / _weights(point.job)
-
-
-def _rule(point: Point, one: float, gain: float, nbytes: float) -> float:
+def _rule(point: Point, one: float, gain: float, in_step: float) -> float:
     """The gain by the rule of a plan, for as many replicas as synchronous SGD has a `gain`."""
-    weights, chosen = _weights(point.job), Strategy.parse(point.strategy)
     staleness = point.workers - 1.0 if point.strategy.startswith("downpour") else 0.0
-    memory, copies = MemoryUse(weights, weights, 0, 0, 0), cast("int", gain)
-    timing = Timing(STEP, 1.0, nbytes, staleness, {}, memory, 1, copies, point.workers, 0)
-    return gain / assumed_factor(chosen, timing, point.workers, max(1, round(one)))
+    memory, copies = MemoryUse(0, 0, 0, 0, 0), cast("int", gain)
+    timing = Timing(STEP, 1.0, 0.0, staleness, {}, memory, 1, copies, point.workers, 0, exchanges=in_step)
+    return gain / assumed_factor(Strategy.parse(point.strategy), timing, point.workers, max(1, round(one)))
 
 
 def table(found: Sequence[Result]) -> Iterator[str]:

@@ -11,9 +11,10 @@ from dure.planner.timing import Timing
 from dure.run.strategy import Strategy
 
 
-def timing(speed=100.0, staleness=0.0, batch=10, servers=0, workers=4, sent=0.0):
-    shares = {"compute": 1.0, "communicate": 0.0, "wait": 0.0}
-    return Timing(40 / speed, speed, sent, staleness, shares, MemoryUse(400, 400, 0, 0, 0), batch, 4, workers, servers)
+def timing(speed=100.0, staleness=0.0, batch=10, servers=0, workers=4, exchanges=0.0):
+    shares, memory = {"compute": 1.0, "communicate": 0.0, "wait": 0.0}, MemoryUse(400, 400, 0, 0, 0)
+    figures = (40 / speed, speed, 0.0, staleness, shares, memory, batch, 4, workers, servers)
+    return Timing(*figures, exchanges=exchanges)
 
 
 def row(name, speed, factor=1.0, **options):
@@ -47,8 +48,8 @@ def test_measured_targets_come_before_assumed_factors():
         ("downpour ps", {"staleness": 4.0}, 1 + 0.25 * 4 * 10 / 40),
         ("averaging:period=16", {}, 1 + 0.05 * 4),
         ("bsp 1bit", {}, 1.05),
-        ("ad-psgd", {"sent": 400.0}, 1 + 0.1 * math.log2(4)),
-        ("ad-psgd", {"sent": 100.0}, (1 + 0.1 * math.log2(4)) * (1 + 0.05 * 2)),
+        ("ad-psgd", {"exchanges": 1.0}, 1 + 0.1 * math.log2(4)),
+        ("ad-psgd", {"exchanges": 0.25}, (1 + 0.1 * math.log2(4)) * (1 + 0.05 * 2)),
     ],
 )
 def test_assumed_factors_are_those_of_the_table_in_runs_of_many_exchanges(strategy, figures, factor):
@@ -60,7 +61,7 @@ def test_assumed_factors_are_those_of_the_table_in_runs_of_many_exchanges(strate
     [
         ("averaging:period=16", 16, {}, 1),
         ("diloco:period=100", 100, {}, 1),
-        ("ad-psgd", 400, {"sent": 1.0}, 1 / 4),
+        ("ad-psgd", 400, {"exchanges": 1 / 400}, 1 / 2),
         ("averaging:period=16 top-k", 16, {}, 0.01),
         ("averaging:period=16 1bit", 16, {}, 1 / 8),
     ],
@@ -72,6 +73,10 @@ def test_replicas_with_next_to_no_exchange_learn_as_one_machine(strategy, period
     assert never == pytest.approx(4, rel=0.05)  # samples of four machines, for the learning of one
     half = assumed_factor(chosen, timing(**figures), 40, round(4 * period / counted))
     assert 4 / half == pytest.approx((1 + 4 / often) / 2, rel=1e-4)
+
+
+def test_gossip_without_an_exchange_learns_as_one_machine():
+    assert assumed_factor(Strategy.parse("ad-psgd"), timing(), 40, 500) == 4
 
 
 def test_replicas_with_a_momentum_of_blocks_learn_as_one_machine_from_single_bits():

@@ -32,6 +32,16 @@ def scene(workers=4, machines=None, batch=128):
     return Scene(load_job("digits-mlp"), Cluster(machines=kinds, link=LINK, alpha=0.0, beta=0.0), batch)
 
 
+@pytest.mark.parametrize(("bandwidth", "least", "most"), [(1e8, 0.9, 1.3), (1e6, 0.1, 0.4), (12_500, 0.0, 0.0)])
+def test_exchanges_of_gossip_that_are_given_up_do_not_count(bandwidth, least, most):
+    """A model takes 0.2 ms, 19 ms and 1.5 s of the link, a step 10 ms; a worker gives up after 100 steps."""
+    steps = Machines(count=4, compute=Constant(seconds=0.01))
+    here = Scene(load_job("digits-mlp"), Cluster(machines=(steps,), link=Link(bandwidth=bandwidth)), 128)
+    timing = timed(here, "ad-psgd")
+    assert timing.bytes_per_step > 0
+    assert least <= timing.exchanges <= most
+
+
 @pytest.mark.parametrize(("strategy", "tolerance"), [("ad-psgd", 0.12), ("averaging:period=32", 1e-3), ("bsp", 1e-3)])
 def test_a_run_ends_with_an_exchange_that_a_plan_counts(strategy, tolerance):
     """A model takes 0.5 s of the link: without its last exchange, the run of ad-psgd would take a third less."""

@@ -50,7 +50,7 @@ CODECS = {"int8": 1.01, "1bit": 1.05, "top-k": 1.1, "strom": 1.1}
 GOSSIP = 0.1
 ELASTIC, BLOCKS = ("easgd", "eamsgd"), ("bmuf", "diloco")
 
-RARE, PAIR, BITS = 4.0, 4.0, 1 / 8
+RARE, PAIR, BITS = 4.0, 2.0, 1 / 8
 """Exchanges in a run with which replicas have half of the gain over one replica, exchanges of pairs that mix as one of
 all workers, and what counts of one with `1bit` (`bench/rare_exchanges.py`)."""
 
@@ -101,6 +101,8 @@ def assumed_factor(strategy: Strategy, timing: Timing, batch: int, steps: int) -
     period, pairs = _period(strategy, timing), "peers" in offers_of(strategy.topology)
     if pairs:
         factor *= 1 + GOSSIP * math.log2(timing.copies)
+    if math.isinf(period):
+        return float(timing.copies)
     factor *= 1 + DRIFT * math.log2(period)
     if period == 1 and not pairs:
         return factor
@@ -117,9 +119,9 @@ def _share(strategy: Strategy) -> float:
 
 
 def _period(strategy: Strategy, timing: Timing) -> float:
-    """The steps from one exchange to the next; in gossip measured by the bytes."""
+    """The steps from one exchange to the next; in gossip counted, infinite if none succeeds."""
     if "peers" in offers_of(strategy.topology):
-        return max(1.0, timing.memory.weights / max(timing.bytes_per_step, 1.0))
+        return max(1.0, 1 / timing.exchanges) if timing.exchanges else math.inf
     return float(getattr(strategy.sync, "period", getattr(strategy.sync, "n_push", 1)))
 
 

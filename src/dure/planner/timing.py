@@ -53,10 +53,13 @@ class StepTimes:
         self._period = period
         self._times: dict[int, list[float]] = {}
         self._sent: list[int] = []
+        self._averaged: dict[int, list[int]] = {}
 
     def __call__(self, worker: WorkerState, now: float, sent: Callable[[], int]) -> None:
         """Note that a worker has finished a step."""
         self._times.setdefault(worker.number, []).append(now)
+        if worker.sessions.peer is not None:
+            self._averaged.setdefault(worker.number, []).append(worker.sessions.peer.averaged)
         if worker.number == next(iter(self._times)):
             self._sent.append(sent())
 
@@ -69,6 +72,17 @@ class StepTimes:
     def last(self) -> float:
         """The time of the last step of all workers."""
         return max(times[-1] for times in self._times.values())
+
+    @property
+    def exchanges(self) -> float:
+        """The averages with neighbors, of a worker in each of the steps that count; 0 without gossip."""
+        counted = averages = 0
+        for worker, times in self._until_the_end().items():
+            if worker in self._averaged:
+                first, count = self._window(times)
+                counted += count
+                averages += self._averaged[worker][first + count] - self._averaged[worker][first]
+        return averages / counted if counted else 0.0
 
     @property
     def sendings(self) -> int:
@@ -177,7 +191,7 @@ class Timing:
     worker sends in such a step, `staleness` is the mean of the applied updates, `memory` that of the largest worker.
     `shares` are shares of the workers' time: compute, communicate, wait. `worker_machines` counts
     machines of workers, `server_machines` machines of servers alone. `ending` are the seconds from the last step to the
-    end of a run, in which the last exchange ends.
+    end of a run, in which the last exchange ends. `exchanges` are averages with neighbors, of a worker in each step.
     """
 
     seconds: float
@@ -192,6 +206,7 @@ class Timing:
     server_machines: int
     spans: tuple[Span, ...] = ()
     ending: float = 0.0
+    exchanges: float = 0.0
 
 
 def timed(scene: Scene, strategy: str, *, trace: bool = False) -> Timing:
@@ -223,6 +238,7 @@ def timed(scene: Scene, strategy: str, *, trace: bool = False) -> Timing:
         server_machines=server_machines(setup, scene.cluster),
         spans=tuple(outcome.spans),
         ending=max(0.0, outcome.totals.seconds - stepped.last),
+        exchanges=stepped.exchanges,
     )
 
 
