@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from torch import nn
 
+import dure
 from dure.job.initial_model import numel_of, shapes_of
-from dure.job.job import load_job
+from dure.job.job import Job, load_job
 from dure.job.replica import Replica
 
 
@@ -19,3 +21,28 @@ def test_shapes_have_the_operations_and_sizes_of_the_job(name):
     assert inputs.is_meta
     assert targets.is_meta
     assert next(found.build(0).parameters()).is_meta
+
+
+class Tied(nn.Module):
+    """A layer used twice; `held` says whether the module holds a function that uses itself."""
+
+    def __init__(self, held):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+        self.function = (lambda x: self.first(x)) if held else None
+
+    def forward(self, x):
+        return self.second(self.first(x) if self.function is None else self.function(x))
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_models_of_shapes_share_nothing_and_keep_their_ties(held):
+    data = dure.Data(torch.zeros(8, 4), torch.zeros(8, dtype=torch.int64))
+    found = shapes_of(Job(lambda: Tied(held), nn.functional.cross_entropy, train=data))
+    one, other = found.build(0), found.build(0)
+    assert one.first.weight is one.second.weight
+    assert not {id(each) for each in one.parameters()} & {id(each) for each in other.parameters()}
+    if held:
+        assert one.function.__closure__[0].cell_contents is one

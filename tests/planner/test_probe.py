@@ -435,7 +435,10 @@ def test_this_machine_is_probed_and_the_file_is_a_cluster(
     cluster = Cluster.from_yaml(path)
     assert cluster == Cluster(**told["cluster"])
     assert cluster.workers == 3
-    assert min(cluster.alpha, cluster.link.bandwidth, cluster.machines[0].compute.mean(0.0)) > 0
+    compute = cluster.machines[0].compute
+    assert compute.seconds is not None
+    assert min(cluster.alpha, cluster.link.bandwidth, compute.seconds) > 0
+    assert compute.flops == load_job("digits-mlp").own_flops
     assert list(cluster.codecs) == ["1bit", "sign+momentum"]
     for cost in cluster.codecs.values():
         assert min(line.start + 4810 * line.value for _, line in cost) > 0

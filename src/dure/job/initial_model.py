@@ -7,9 +7,12 @@ machine. Products of attention are counted, which PyTorch's counter leaves out o
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -114,9 +117,25 @@ def shapes_of(job: Job) -> Job:
         return torch.empty(samples, *each.shape[1:], dtype=each.dtype, device="meta")
 
     data = Data(mapped(rows, inputs), mapped(rows, targets))
-    found = replace(job, model=partial(_on_meta, job.model), train=data, test=None)
+    found = replace(job, model=_copies(job.model), train=data, test=None)
     _ = found.flops_per_sample
     return found
+
+
+def _copies(model: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    """Makes models of shapes: copies of one, as PyTorch initializes shapes slowly.
+
+    Functions that a module holds could use the copied module itself, so such a model is built anew.
+    """
+    first = _on_meta(model)
+    held = (value for part in first.modules() for value in vars(part).values())
+    functions = any(isinstance(value, FunctionType) for value in held)
+    hooks = any(value for part in first.modules() for name, value in vars(part).items() if name.endswith("_hooks"))
+    if not functions and not hooks:
+        with suppress(RuntimeError, TypeError):  # PyTorch copies no results of operations, such as normed weights
+            _ = copy.deepcopy(first)
+            return partial(copy.deepcopy, first)
+    return partial(_on_meta, model)
 
 
 def _on_meta(model: Callable[[], nn.Module]) -> nn.Module:

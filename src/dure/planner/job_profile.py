@@ -201,6 +201,7 @@ def _divided(compute: Compute, job: Job, profile: JobProfile) -> Compute:
     sample = max(profile.sample, SMALLEST * profile.seconds(job.batch_size))
     return compute.changed(
         seconds=None,
+        flops=None,
         overhead=profile.overhead * factor,
         call=min(compute.call if compute.call is not None else profile.call * factor, profile.overhead * factor),
         flops_per_second=job.flops_per_sample / (sample * factor),

@@ -96,7 +96,10 @@ def probe(
             found["runs"] = short_runs(name, data, workers, statistics.median(found["compute"][0]))
     found["stragglers"] = stragglers(found)
     found["advice"] = advice(found)
-    found["cluster"] = cluster = described(found, workers).model_copy(update={"hosts": tuple(found["names"])})
+    cluster = described(found, workers).model_copy(update={"hosts": tuple(found["names"])})
+    if job is not None:
+        cluster = cluster.referred(job.batch_size * job.flops_per_sample)
+    found["cluster"] = cluster
     found["collectives"] = {
         kind: fitted(kind, points, cluster, found["members"]) for kind, points in found["collectives"].items()
     }
