@@ -47,7 +47,16 @@ def test_one_of_whole_models_on_machines_that_they_share_has_the_figures_of_all(
     _same_figures(monkeypatch, scene(4, workers=2), strategy)
 
 
-@pytest.mark.parametrize("strategy", ["bsp", "bsp collective:algorithm=hierarchical", "averaging:period=4"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "bsp",
+        "bsp collective:algorithm=hierarchical",
+        "averaging:period=4",
+        "bsp 1f1b:stages=2,micro=4",
+        "bsp tensor:ways=2",
+    ],
+)
 def test_one_of_several_accelerators_has_the_figures_of_all(monkeypatch, strategy):
     _same_figures(monkeypatch, scene(2, gpus=4), strategy)
 

@@ -123,10 +123,12 @@ def simulated_workers(setup: Setup, cluster: Cluster) -> int:
     """The workers of one replica where all replicas are alike; otherwise all.
 
     Replicas are alike if they have equal batches and equal machines of constant speed, meet in each step in collectives
-    alone, and send no messages of their own over a card or an uplink that another replica uses.
+    alone, and send no messages of their own over a card or an uplink that another replica uses, or by its cores. The
+    accelerators of a machine have links of their own to each other, and use no core.
     """
-    whole = cluster.fabric is None and setup.parts % cluster.machines[0].workers == 0
-    alone = setup.parts == 1 or whole
+    beside = cluster.machines[0].workers
+    apart = setup.parts % beside == 0 or (cluster.accelerated and beside % setup.parts == 0)
+    alone = setup.parts == 1 or (cluster.fabric is None and apart)
     alike = _in_step(setup) and _equal(cluster) and alone
     return setup.parts if alike and len(set(setup.batch_sizes)) == 1 else setup.workers
 
