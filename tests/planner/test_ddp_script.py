@@ -13,8 +13,13 @@ from support.runs import virtual
 
 import dure
 from dure.job.job import load_job
-from dure.planner.commands import Command, ddp_script, script_of
+from dure.planner.candidates import Scene
+from dure.planner.commands import Command, command_of, ddp_script, script_of
+from dure.planner.options import PlanOptions
+from dure.planner.ranking import ranked
+from dure.planner.timing import timed
 from dure.run.config import TrainConfig
+from dure.runtime.virtual.cluster import Cluster, Machines
 
 ROOT = Path(__file__).parents[2]
 
@@ -89,6 +94,26 @@ def test_the_script_of_a_plan_trains_as_bsp_does(tmp_path, ranks):
 def test_defaults_that_differ_from_those_of_pytorch_are_written(optimizer, written):
     job = load_job("digits-mlp").adjusted(optimizer=optimizer)
     assert written in ddp_script(job, "digits-mlp", None, workers=2, batch=8, line="torchrun ddp.py")
+
+
+@pytest.mark.parametrize("gpus", [False, True])
+def test_the_command_and_the_script_for_gpus_train_on_them(tmp_path, gpus):
+    (tmp_path / "own.py").write_text(JOB)
+    text = f"{tmp_path / 'own.py'}:job"
+    kind = Machines(count=2, gpus=2) if gpus else Machines(count=2, workers=2)
+    job = load_job(text)
+    scene, options = Scene(job, Cluster(machines=(kind,)), 32), PlanOptions(job=text)
+    row = ranked("bsp", timed(scene, "bsp"), scene)
+    command = command_of(scene, options, row)
+    script = script_of(command, job, named=True)
+    assert ("--device cuda" in command.line) == gpus
+    lines = ["import os", 'device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))']
+    lines += ["model = DistributedDataParallel(job.build(seed=0).to(device))"]
+    for line in [*lines, "torch.accelerator.set_device_index(device.index)"]:
+        assert (line in script.splitlines()) == gpus
+    moved = "model(**{key: each.to(device) for key, each in inputs.items()}), targets.to(device))"
+    assert (moved if gpus else "model(**inputs), targets)") in script
+    ast.parse(script)
 
 
 def test_an_optimizer_that_pytorch_lacks_has_no_script():

@@ -23,10 +23,12 @@ from dure.planner import search as searching
 from dure.planner import side_by_side
 from dure.planner.candidates import ONE, Scene
 from dure.planner.commands import Command, command_of
-from dure.planner.explain import why
+from dure.planner.explain import unstated, why
 from dure.planner.learning import learned
 from dure.planner.options import PlanOptions
 from dure.planner.plan import LARGE, plan
+from dure.planner.ranking import ranked
+from dure.planner.search import Found
 from dure.planner.side_by_side import Deadline
 from dure.planner.sweeps import of_workers, sweeps, with_bandwidth, with_equal_workers, without_limits
 from dure.planner.timing import largest_memory, setup_in, timed
@@ -103,6 +105,25 @@ def test_wrong_options_are_refused_with_a_sentence(options, sentence):
 def test_workers_that_contradict_the_cluster_are_refused():
     with pytest.raises(UsageError, match="--workers 3 was asked for, and the cluster has 4"):
         dure.plan("digits-mlp", on=cluster(), workers=3)
+
+
+def test_a_plan_warns_of_gpus_without_a_speed():
+    job = load_job("digits-mlp")
+    for compute, warned in (({}, True), ({"seconds": "10 ms"}, False), ({"flops_per_second": "5 TFLOP/s"}, False)):
+        for kind, are_gpus in (({"gpus": 2}, True), ({"workers": 2}, False)):
+            scene = Scene(job, Cluster(machines=[{**kind, "compute": compute}]), 64)
+            assert (unstated(scene) != []) == (warned and are_gpus)
+    assert "20 GFLOP/s is that of CPU cores" in unstated(Scene(job, Cluster(machines=[{"gpus": 2}]), 64))[0]
+    stated = job.adjusted(block_seconds=[(1.0, 2.0)])
+    assert unstated(Scene(stated, Cluster(machines=[{"gpus": 2}]), 64)) == []
+
+
+def test_a_strategy_that_was_timed_alone_is_not_called_the_best_of_several():
+    scene = Scene(load_job("digits-mlp"), cluster(), 128)
+    found = Found([ranked("bsp", timed(scene, "bsp"), scene)], ["bsp", "averaging"], left={"averaging": 1e-9})
+    said = why(found, {})
+    assert said[0].startswith("It alone was timed. 1 other was not timed, as the seconds were over")
+    assert not any("simplest" in each for each in said)
 
 
 def test_variants_change_one_thing():

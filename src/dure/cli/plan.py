@@ -137,8 +137,10 @@ def ending(values: dict[str, Any]) -> str:
     lines = [""]
     rest = len(values["rows"]) - SHOWN
     if rest > 0:
+        refused = len(values["refused"])
         lines.append(
-            f"{rest} more strategies were timed, and {len(values['refused'])} do not work here; --json lists them."
+            f"{rest} more {'strategy was' if rest == 1 else 'strategies were'} timed, and "
+            f"{refused} {'does' if refused == 1 else 'do'} not work here; --json lists them."
         )
     if values["answer"]["would_change"]:
         lines += ["What would change the answer:", *(f"  {each}" for each in values["answer"]["would_change"])]

@@ -49,7 +49,8 @@ def command_of(scene: Scene, config: PlanOptions, row: Ranked) -> Command:
     where, strategy = placed(scene, row.strategy)
     size = config_of(where, strategy).batch_size or 1
     job = config.job or scene.job.name
-    options = TrainConfig(job=job, strategy=strategy, batch_size=size, data=config.data, on="torchrun")
+    device = "cuda" if where.cluster.accelerated else None
+    options = TrainConfig(job=job, strategy=strategy, batch_size=size, data=config.data, on="torchrun", device=device)
     return Command(options, ranks_of(where.cluster))
 
 
@@ -68,8 +69,15 @@ def script_of(command: Command, job: Job, *, named: bool) -> str | None:
         workers=sum(command.ranks),
         batch=config.batch_size or job.batch_size,
         line=shlex.join([*start, "ddp.py"]),
+        device=config.device,
     )
 
+
+DEVICE = """\
+device = torch.device("{kind}", int(os.environ["LOCAL_RANK"]))
+torch.accelerator.set_device_index(device.index)
+"""
+"""Lines of a script whose ranks each have an accelerator."""
 
 PLACEHOLDERS = {
     "NODE": "NODE is the number of a machine, from 0 on",
@@ -81,18 +89,18 @@ PLACEHOLDERS = {
 SCRIPT = """\
 # ddp.py: plain data parallelism in PyTorch. {workers} workers with {batch} samples each. Start it by
 # {line}
-{blanks}import torch
+{blanks}{imports}import torch
 from torch.nn.parallel import DistributedDataParallel
 {load}
-torch.distributed.init_process_group()
+{device}torch.distributed.init_process_group()
 rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
 job = {job}
-model = DistributedDataParallel(job.build(seed=0))
+model = DistributedDataParallel(job.build(seed=0){to_device})
 optimizer = {optimizer}
 {schedule}batches = job.samplers([{batch}] * world_size, seed=0)[rank]
 for step in range(job.steps):
     inputs, targets = job.train.batch(batches.next(), (0, 1 + rank, step))
-    loss = job.loss(model({inputs}), targets)
+    loss = job.loss(model({inputs}), {targets})
     optimizer.zero_grad()
     loss.backward()
 {clip}    optimizer.step()
@@ -104,8 +112,12 @@ torch.distributed.destroy_process_group()
 """
 
 
-def ddp_script(job: Job, text: str | None, data: Path | None, *, workers: int, batch: int, line: str) -> str | None:
+def ddp_script(
+    job: Job, text: str | None, data: Path | None, *, workers: int, batch: int, line: str, device: str | None = None
+) -> str | None:
     """The script that trains `job`, started by `line`; None if no optimizer of PyTorch equals the job's.
+
+    `device` is the kind of accelerators, of which each rank has one; None for ranks on CPUs.
 
     `text` names the job as `load_job` takes it, and `data` the folder of its data sets. A job without a text is an
     object of the caller's: the script then names `make_job`, a function of theirs. Its first lines name what the
@@ -114,6 +126,7 @@ def ddp_script(job: Job, text: str | None, data: Path | None, *, workers: int, b
     optimizer = _optimizer(job)
     if optimizer is None:
         return None
+    inputs, targets = job.train.batch(torch.arange(1))
     root = "" if data is None else f", {str(data)!r}"
     scheduled = job.schedule is not None
     blanks = [meaning for word, meaning in PLACEHOLDERS.items() if word in line.split()]
@@ -129,7 +142,11 @@ def ddp_script(job: Job, text: str | None, data: Path | None, *, workers: int, b
         optimizer=optimizer,
         schedule="scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, job.schedule)\n" if scheduled else "",
         scheduler_step="    scheduler.step()\n" if scheduled else "",
-        inputs=_inputs(job),
+        imports="" if device is None else "import os\n\n",
+        device="" if device is None else DEVICE.format(kind=device),
+        to_device="" if device is None else ".to(device)",
+        inputs=_stars(inputs) + _moved("inputs", inputs, device),
+        targets=_moved("targets", targets, device),
         clip=_clip(job.optimizer),
     )
 
@@ -154,10 +171,17 @@ def _differs(spec: OptimizerSpec, key: str) -> bool:
     return unlike or getattr(spec, key) != getattr(plain, key)
 
 
-def _inputs(job: Job) -> str:
-    inputs, _ = job.train.batch(torch.arange(1))
-    stars = "**" if isinstance(inputs, Mapping) else "*" if isinstance(inputs, tuple) else ""
-    return f"{stars}inputs"
+def _stars(inputs: object) -> str:
+    return "**" if isinstance(inputs, Mapping) else "*" if isinstance(inputs, tuple) else ""
+
+
+def _moved(name: str, values: object, device: str | None) -> str:
+    """The expression of a batch's `values`, on the device if there is one."""
+    if device is None:
+        return name
+    if isinstance(values, Mapping):
+        return f"{{key: each.to(device) for key, each in {name}.items()}}"
+    return f"[each.to(device) for each in {name}]" if isinstance(values, tuple) else f"{name}.to(device)"
 
 
 def _clip(spec: OptimizerSpec) -> str:

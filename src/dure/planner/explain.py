@@ -22,6 +22,7 @@ from dure.planner.sweeps import (
 )
 from dure.planner.timing import Timing, largest_memory, setup_in
 from dure.run.strategy import Strategy
+from dure.runtime.virtual.compute import Constant
 
 if TYPE_CHECKING:
     from dure.partition.memory import MemoryUse
@@ -43,6 +44,21 @@ def crowded(scene: Scene) -> list[str]:
     return [
         f"Caution: {scene.workers} workers share {host.cores} cores. Predictions of such runs were off by 41 % in the "
         "median, and their order was often wrong: a waiting process needs a core when a message comes."
+    ]
+
+
+def unstated(scene: Scene) -> list[str]:
+    """A caution if the speed of accelerators is assumed: the default is that of a core."""
+    cluster = scene.cluster
+    if not cluster.accelerated or scene.job.block_seconds is not None:
+        return []
+    if not any(kind.compute.assumes_speed for kind in cluster.machines):
+        return []
+    assumed = units.as_flops(Constant().flops_per_second)
+    return [
+        f"Caution: the cluster file states no speed of its GPUs, and {assumed} is that of CPU cores. Steps are far too "
+        "long, so the network seems fast. Add to machines compute: {seconds: ...}, those of a step on one GPU, or "
+        "compute: {flops_per_second: ...}."
     ]
 
 
@@ -80,10 +96,9 @@ def why(search: Found, bottlenecks: Mapping[str, str]) -> list[str]:
     plain = next((row for row in rows if row.strategy == PLAIN), None)
     found = []
     if left:
-        found.append(
-            f"It is the best of {len(rows)} strategies. {len(left)} others were not timed, as the seconds were over: "
-            "give more with --within."
-        )
+        timed = f"It is the best of {len(rows)} strategies." if len(rows) > 1 else "It alone was timed."
+        others = "1 other was" if len(left) == 1 else f"{len(left)} others were"
+        found.append(f"{timed} {others} not timed, as the seconds were over: give more with --within.")
         better = sum(least < winner.timing.seconds for least in left.values())
         found.append(f"By their lower bounds, {better or 'none'} of these could have shorter steps.")
     if winner.strategy == ONE:
@@ -91,7 +106,8 @@ def why(search: Found, bottlenecks: Mapping[str, str]) -> list[str]:
     if winner is plain:
         faster = [row for row in rows[1:] if row.score > winner.score]
         others = "none of the others that were timed" if left else "no other"
-        found.append(f"Plain data parallelism is the simplest strategy, and {others} is more than 5 % better.")
+        if rows[1:]:
+            found.append(f"Plain data parallelism is the simplest strategy, and {others} is more than 5 % better.")
         if faster:
             found.append(f"{faster[0].strategy} is {faster[0].score / winner.score - 1:.1%} better.")
     elif plain is not None:
@@ -203,9 +219,12 @@ def no_answer(scene: Scene, search: Found, within: float) -> str:
     if not search.left:
         return smallest_change(scene, search.refused, Deadline(NO_ANSWER * within))
     enough = _enough(scene, within)
+    many = scene.workers > FEWER
     return (
-        f"no strategy could be timed within {within:g} seconds for {scene.workers} workers: their number makes a "
-        f"simulation slow. Give more, such as --within {math.ceil(enough)}, or describe fewer machines."
+        f"no strategy could be timed within {within:g} seconds for {scene.workers} workers"
+        + (": their number makes a simulation slow" if many else "")
+        + f". Give more, such as --within {math.ceil(enough)}"
+        + (", or describe fewer machines." if many else ".")
     )
 
 

@@ -25,7 +25,7 @@ from dure.job.validation import try_to_count, validate_job
 from dure.planner.answer import Ranking
 from dure.planner.candidates import CODECS, ONE, PLAIN, Scene
 from dure.planner.commands import command_of, script_of
-from dure.planner.explain import bottlenecks, crowded, no_answer, why, would_change
+from dure.planner.explain import bottlenecks, crowded, no_answer, unstated, why, would_change
 from dure.planner.job_profile import calibrated, profile_job
 from dure.planner.learning import LearningCurve, learned, unreached
 from dure.planner.options import PlanOptions
@@ -104,7 +104,7 @@ def planned(
         on=config.on or "this machine",
         found=found,
         bottlenecks=causes,
-        why=[*why(found, causes), *unreached(curves, target), *crowded(scene)],
+        why=[*why(found, causes), *unreached(curves, target), *crowded(scene), *unstated(scene)],
         would_change=would_change(scene, found.rows, swept, deadline.part(CHANGE)),
         sweeps=swept,
         curves=curves,

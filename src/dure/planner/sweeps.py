@@ -35,10 +35,18 @@ def with_free_network(cluster: Cluster) -> Cluster:
     if host is not None:
         free = host.all_reduce.changed(start=0.0, byte=0.0)
         host = host.changed(all_reduce=free, gradient=free)
-    kinds = tuple(kind.changed(inside=kind.inside and _scaled(kind.inside, **near)) for kind in cluster.machines)
-    inside, racks = _scaled(cluster.inside, **near), cluster.racks and cluster.racks.changed(latency=0.0)
-    free_inside = cluster.changed(machines=kinds, inside=inside, racks=racks, host=host, alpha=0.0, beta=0.0)
-    return _with_links(free_inside, **near)
+    cards = {"flow": None, "hop": 0.0}
+    kinds = tuple(
+        kind.changed(inside=kind.inside and _scaled(kind.inside, **near), card=kind.card and kind.card.changed(**cards))
+        for kind in cluster.machines
+    )
+    rest = {
+        "machines": kinds,
+        "inside": _scaled(cluster.inside, **near),
+        "racks": cluster.racks and cluster.racks.changed(latency=0.0),
+        **({"card": cluster.card.changed(**cards)} if cluster.accelerated else {}),
+    }
+    return _with_links(cluster.changed(**rest, host=host, alpha=0.0, beta=0.0), **near)
 
 
 def with_equal_workers(cluster: Cluster) -> Cluster:

@@ -448,6 +448,44 @@ def test_a_description_by_hand_states_what_is_assumed_and_that_nothing_was_check
         assert said.startswith("All speeds and links are as described.")
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "machines: [{count: 2, gpus: 4, compute: {seconds: 10 ms}}]\nlink: {bandwidth: 25 Gbit/s}",
+            "12 GB/s between the GPUs of a machine, one network card for each machine, of which RDMA uses 88 %",
+        ),
+        (
+            "machines: [{count: 2, gpus: 4, compute: {seconds: 10 ms}, inside: {kind: mesh}, card: {transport: tcp}}]\n"
+            "link: {bandwidth: 25 Gbit/s}",
+            "22 GB/s by each link of the mesh between the GPUs of a machine, TCP uses 90 % of a card, "
+            "at most 13 Gbit/s of a card by TCP",
+        ),
+        (
+            "machines: [{gpus: 4, compute: {seconds: 10 ms}, inside: {kind: switch}}]",
+            "120 GB/s between the GPUs of a machine",
+        ),
+        (
+            "machines: [{count: 2, gpus: 1, compute: {seconds: 1 ms}, card: {count: 2, share: 0.8}}]\n"
+            "link: {bandwidth: 1 GB/s}",
+            "",
+        ),
+    ],
+    ids=["all by default", "mesh and TCP", "one machine", "nothing"],
+)
+def test_assumed_links_of_gpus_are_stated(tmp_path, text, said):
+    path = tmp_path / "cluster.yaml"
+    path.write_text(text)
+    basis = Cluster.from_yaml(path).basis()
+    assert basis.startswith(f"Assumed by default: {said}. " if said else "All speeds and links are as described. ")
+    assert "dure probe" not in basis, "a probe measures CPUs"
+
+
+def test_one_machine_of_gpus_is_described_without_its_link():
+    assert Cluster(machines=[{"gpus": 8}]).about() == "1 machine with 8 GPUs"
+    assert Cluster(machines=[{"gpus": 8, "count": 2}]).about() == "2 machines with 16 GPUs, links of 10 Gbit/s"
+
+
 def test_a_measured_description_assumes_nothing():
     said = Cluster(machines=[{"compute": {"seconds": "10 ms"}}], hosts=("vm",)).basis()
     assert "Assumed" not in said

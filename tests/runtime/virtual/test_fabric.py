@@ -18,6 +18,7 @@ from dure.planner.explain import no_answer
 from dure.planner.search import Found
 from dure.planner.sweeps import of_workers, with_bandwidth, with_free_network
 from dure.planner.timing import timed
+from dure.runtime.virtual.accelerators import Card
 from dure.runtime.virtual.cluster import Cluster, Link, Machines, ServerMachines
 from dure.runtime.virtual.compute import Constant
 from dure.runtime.virtual.fabric import Racks, Site, SiteLine, SitePair
@@ -177,6 +178,16 @@ def test_sweeps_change_the_links_between_machines() -> None:
         free = with_free_network(each)
         assert free.latency(0, 4) == 0.0
         assert free.bandwidth(0, 4) == 1e6 * each.bandwidth(0, 4)
+
+
+def test_a_free_network_frees_the_cards_of_accelerators() -> None:
+    tcp = Card(transport="tcp")
+    for cards in ({"card": tcp}, {"machines": [{"count": 2, "gpus": 4, "card": tcp}]}):
+        free = with_free_network(Cluster(**{"machines": [{"count": 2, "gpus": 4}], **cards}))
+        card = free.card_of(0)
+        assert card is not None
+        assert (card.flow, card.hop) == (None, 0.0)
+        assert free.network_bandwidth(free.machines[0]) == pytest.approx(1e6 * 0.9 * 1.25e9)
 
 
 def test_the_workers_of_sites_are_not_swept() -> None:

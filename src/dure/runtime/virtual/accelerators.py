@@ -66,6 +66,14 @@ class InsideLink(Validated):
             return self.bandwidth
         return self.bandwidth * next((links for most, links in MESH_LINKS if gpus <= most), MESH_LINKS[-1][1])
 
+    def assumed(self) -> list[str]:
+        """The bandwidth in words, if it is a default."""
+        default = 12e9 if self.kind is None else INSIDE[self.kind].bandwidth
+        if self.bandwidth != default:
+            return []
+        each = "by each link of the mesh between" if self.kind == "mesh" else "between"
+        return [f"{units.as_memory_rate(default)} {each} the GPUs of a machine"]
+
 
 class Card(Validated):
     """The network cards of a machine with accelerators: `count` cards of the link's bandwidth each.
@@ -86,6 +94,18 @@ class Card(Validated):
     def _of_its_transport(cls, values: Any) -> Any:
         by_tcp = isinstance(values, dict) and values.get("transport") == "tcp"
         return {"share": 0.9, "flow": 13e9 / 8, "hop": 40e-6} | values if by_tcp else values
+
+    def assumed(self) -> list[str]:
+        """The values that are defaults, in words."""
+        if self == Card():
+            return ["one network card for each machine, of which RDMA uses 88 %"]
+        usual = Card(transport=self.transport)
+        found = []
+        if self.share == usual.share:
+            found.append(f"{self.transport.upper()} uses {self.share:.0%} of a card".replace("%", " %"))
+        if self.flow is not None and self.flow == usual.flow:
+            found.append(f"at most {units.as_rate(self.flow)} of a card by TCP")
+        return found
 
     def bandwidth(self, nominal: float) -> float:
         """Bytes per second of one card of `nominal` bandwidth."""

@@ -63,6 +63,11 @@ class _Compute(Validated):
     overhead: Seconds = 0.2e-3
     call: Seconds | None = None
 
+    @property
+    def assumes_speed(self) -> bool:
+        """Whether the duration of a step follows from the default speed."""
+        return self.seconds is None and self.flops_per_second == type(self).model_fields["flops_per_second"].default
+
     @model_validator(mode="after")
     def _operations_of_seconds(self) -> Self:
         if self.flops is not None and self.seconds is None:
