@@ -1,11 +1,15 @@
-"""The shape of a step of a set-up on a cluster: the times at which its gradient is complete, and its slices."""
+"""The shape of a step of a set-up on a cluster: the times at which its gradient is complete, its slices, its spread."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dure.partition.backward import by_operations, even, stated
+from dure.runtime.virtual.accelerators import slowest_of
+from dure.sync.base import Periodic, traits_of
+from dure.topology.collective.choice import Collective
 
 if TYPE_CHECKING:
     from dure.core.step_shape import StepShape
@@ -36,6 +40,19 @@ def _shape(setup: Setup, cluster: Cluster, batch: int) -> StepShape:
     if found is None and cluster.accelerated:
         found = by_operations(job, replica, batch, cluster.engine.intensity)
     return even(replica, cluster.backward) if found is None else found
+
+
+def slowest(setup: Setup, cluster: Cluster) -> float:
+    """The seconds of a step at the slowest worker over those of a mean one, where workers wait for each other.
+
+    Accelerators whose steps are equal differ by the engine's `spread`. The sum of the steps of a period differs less.
+    Workers that never wait take the mean.
+    """
+    method = setup.strategy.sync
+    if not cluster.accelerated or not (traits_of(method).lockstep or isinstance(setup.strategy.topology, Collective)):
+        return 1.0
+    period = method.period if isinstance(method, Periodic) else 1
+    return 1.0 + cluster.engine_in_use.spread * slowest_of(setup.workers) / math.sqrt(period)
 
 
 def slices_of(setup: Setup, shape: StepShape) -> list[tuple[int, float]]:

@@ -143,6 +143,28 @@ def test_steps_with_a_distribution_have_no_spread_of_their_own():
     assert step(job, cluster(engine=engine).changed(machines=(machines,))) == pytest.approx(0.1, rel=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("strategy", "period"),
+    [
+        ("bsp", 1),
+        ("bsp collective:algorithm=halving-doubling", 1),
+        ("bsp collective 1bit", 1),
+        ("bsp ps", 1),
+        ("bsp tensor:ways=2", 1),
+        ("bsp 1f1b:stages=2,micro=2", 1),
+        ("averaging:period=4", 4),
+        ("diloco:period=4", 4),
+        ("ad-psgd", None),
+    ],
+)
+def test_workers_that_wait_for_each_other_wait_for_the_slowest_with_every_method(strategy, period):
+    """A sum of `period` steps spreads less than each of them."""
+    given = [cluster(2, 2, engine=BARE.changed(spread=spread), seconds=10) for spread in (0.1, 0)]
+    spread, none = (step(dense(64, 64, 64), each, strategy) for each in given)
+    expected = 1.0 if period is None else 1 + 0.1 * slowest_of(4) / period**0.5
+    assert spread / none == pytest.approx(expected, rel=1e-3)
+
+
 LAST_HEAVY = {"widths": (10, 10, 100_000), "seconds": ((0.01, 0.08), (0.005, 0.005))}
 """A small first block with almost all of backward, and a large last one, as in VGG-16."""
 

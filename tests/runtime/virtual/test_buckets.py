@@ -90,11 +90,7 @@ def test_the_slowest_of_the_ranks_decides_and_the_others_start_does_not():
     assert end_of_step(shape, computed, 2, engine, 4, lambda nbytes: 0.0) == pytest.approx(0.4)
 
 
-def test_steps_of_many_equal_ranks_are_longer_by_the_expected_slowest():
-    shape = even(1, 1000)
-    engine = bare(library="at-end").changed(spread=0.02)
-    found = end_of_step(shape, [Computed(0.0, 1.0)], 512, engine, 4, lambda nbytes: 0.0)
-    assert found == pytest.approx(1 + 0.02 * slowest_of(512))
+def test_the_expected_slowest_of_many_ranks_is_that_of_drawn_values():
     rng = np.random.default_rng(0)
     for ranks in (2, 16, 512):
         assert slowest_of(ranks) == pytest.approx(rng.standard_normal((4000, ranks)).max(axis=1).mean(), abs=0.03)

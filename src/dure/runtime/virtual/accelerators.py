@@ -144,9 +144,9 @@ class AcceleratorEngine(Validated):
     `library`: its buckets and costs (`LIBRARIES`). `bucket`: another size of a bucket, in bytes. `overlap`: whether
     buckets leave during backward. `start`: seconds of the start of a collective, in which nothing is computed.
     `contention`: computation takes 1 + contention times as long while a bucket is under way. `spread`: standard
-    deviation of the durations of equal steps, in shares of a step; the slowest of N ranks decides. It is left out if
-    the machines' durations have a distribution. `intensity`: operations that a device makes in the time in which it
-    moves a byte of its memory.
+    deviation of the durations of equal steps, in shares of a step; the slowest of N workers decides wherever they
+    wait for each other. It is left out if the machines' durations have a distribution. `intensity`: operations that a
+    device makes in the time in which it moves a byte of its memory.
     """
 
     library: Literal["ddp", "horovod", "at-end"] = "ddp"

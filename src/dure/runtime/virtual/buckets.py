@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dure.core.step_shape import StepShape
-from dure.runtime.virtual.accelerators import AcceleratorEngine, slowest_of
+from dure.runtime.virtual.accelerators import AcceleratorEngine
 
 
 class Computed(NamedTuple):
@@ -67,7 +67,6 @@ def end_of_step(
     """
     library = engine.rules
     starts, spans = np.array(list(dict.fromkeys(computed))).T  # equal ranks are one
-    spans = spans * (1.0 + engine.spread * slowest_of(ranks))
 
     def at(share: float, tensors: int) -> float:
         """The time of a share of the undisturbed step, at the last rank, with the costs of so many tensors."""

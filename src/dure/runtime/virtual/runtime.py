@@ -522,7 +522,8 @@ class VirtualRuntime:
     `detection`: seconds between a crash and its notice by others. `codec`: the cost of the run's codec. `slices`: the
     parts of a gradient that leave during backward, in order, as number of elements and share of backward still to do.
     Without slices a gradient leaves at the end of backward. `shape` is that of a step, whose tensors are those that an
-    engine of accelerators sums. `variables` and `together` are those of `ServerSoftware`.
+    engine of accelerators sums. `slowest` multiplies the seconds of steps (`run.step_shape`). `variables` and
+    `together` are those of `ServerSoftware`.
     """
 
     def __init__(
@@ -537,11 +538,13 @@ class VirtualRuntime:
         codec: CodecCost | None = None,
         slices: Sequence[tuple[int, float]] = (),
         shape: StepShape | None = None,
+        slowest: float = 1.0,
         variables: Mapping[str, Sequence[int]] | None = None,
         together: bool = False,
     ) -> None:
         self.cluster = cluster
         self.shape = shape or StepShape(cluster.backward, 0.0, ())
+        self.slowest = slowest
         self.codec = codec or CodecCost()
         self.slices = slices
         self.seed = seed
@@ -584,14 +587,14 @@ class VirtualRuntime:
         if isinstance(work, StepPortion):
             step = work.step
             if step.seconds is None:
-                step.seconds = self.durations[node.name].draw(step.flops)
+                step.seconds = self.durations[node.name].draw(step.flops) * self.slowest
             of_backward = self.shape.backward
             share = (1 - of_backward) * work.forward + of_backward * work.backward
             return step.seconds * share * node.slowness
         if isinstance(work, TimedWork) and work.seconds is not None:
             return self.durations[node.name].draw_about(work.seconds) * node.slowness
         flops = work.flops if isinstance(work, GradientWork | TimedWork) else 0.0
-        return self.durations[node.name].draw(flops) * node.slowness
+        return self.durations[node.name].draw(flops) * self.slowest * node.slowness
 
     def _coding_seconds(self, node: VirtualNode, codec_works: Sequence[CodecWork]) -> float:
         """Seconds of a codec on `node`: the speed of a worker's machine applies to codecs as to steps."""
