@@ -440,13 +440,14 @@ class Apply:
 
 @dataclass(slots=True)
 class StepTime:
-    """The time of one whole mini-batch of `flops` operations at a node.
+    """The time of one whole mini-batch of `flops` operations at a node, and its `samples` where it is read.
 
     Virtual time draws the `seconds` when the first portion starts.
     """
 
     flops: float
     seconds: float | None = None
+    samples: int = 0
 
 
 @dataclass(slots=True)

@@ -335,7 +335,7 @@ class Stage:
 
         `passed` is the forward whose weights it reads.
         """
-        time = self._times.setdefault(action.batch, StepTime(self.batches.flops))
+        time = self._times.setdefault(action.batch, StepTime(self.batches.flops, samples=self.batches.batch_size))
         detail = self._detail(action)
         if self.shared is not None:
             shares = self._pass_shares(self.pipeline.stage_of(self.rank, action.chunk), action)

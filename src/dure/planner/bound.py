@@ -4,7 +4,7 @@
     otherwise                  samples of a step / sum of the workers' speeds
     all-reduce of M bytes      2 (h - 1) / h M over the slowest card of the h machines that have the same part
     servers, s shards          updates of a step * M / s over the card of a server, M over the card of a worker
-    input                      samples of a step at each machine / samples that it loads in a second
+    input                      samples of a step / sum of those that the machines load in a second
 
 M is the model, or the parts of it that a machine has, divided by the steps between two exchanges. Bytes that depend on
 values, and those between the parts of a model, count as none. A search times candidates in the order of this bound.
@@ -12,7 +12,7 @@ values, and those between the parts of a model, count as none. A search times ca
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from dure.codec.coder import SliceLayout
 from dure.codec.cost import is_fixed
@@ -40,44 +40,36 @@ def least_seconds(scene: Scene, strategy: str) -> float:
         alone, plain = placed(scene, strategy)
         return scene.batch / alone.batch * least_seconds(alone, plain)
     chosen = Strategy.parse(strategy)
-    return max(_computing(scene, strategy, chosen), _communicating(scene, chosen))
+    return max(_computing(scene, strategy, chosen), _loading(scene, chosen), _communicating(scene, chosen))
+
+
+def _loading(scene: Scene, chosen: Strategy) -> float:
+    """The seconds in which machines load the samples of a step; 0 where one of them has no limit."""
+    parts = parts_of(chosen.partition)
+    seconds = [scene.cluster.loading(first, parts) for first in range(0, scene.workers, parts)]
+    return scene.batch / sum(1 / each for each in seconds) if all(seconds) else 0.0
 
 
 def _computing(scene: Scene, strategy: str, chosen: Strategy) -> float:
     flops, paces = scene.job.flops_per_sample, list(_paces(scene.cluster))
-    whole = isinstance(chosen.partition, Whole)
-    if whole and traits_of(chosen.sync).lockstep and not _quorum(scene, chosen):
+    if isinstance(chosen.partition, Whole) and traits_of(chosen.sync).lockstep and not _quorum(scene, chosen):
         size = config_of(scene, strategy).batch_size or 1
-        loading = max(each.loading for each in paces)
-        return max(size * loading, *(each.compute.mean(size * flops) / each.speed for each in paces))
-    samples = [
-        max((each.compute.mean(flops) - each.compute.mean(0.0)) / each.speed, each.loading if whole else 0.0)
-        for each in paces
-    ]
+        return max(compute.mean(size * flops) / speed for compute, speed, _ in paces)
+    samples = [compute.mean(flops) - compute.mean(0.0) for compute, _, _ in paces]
     if not all(samples):  # steps of a trace, or of stated seconds, which have no speed
         return 0.0
-    return scene.batch / sum(pace.workers / each for each, pace in zip(samples, paces, strict=True))
+    return scene.batch / sum(count * speed / each for each, (_, speed, count) in zip(samples, paces, strict=True))
 
 
-class WorkerPace(NamedTuple):
-    """The durations and the speed of some `workers`, and the seconds in which each of them gets a sample."""
-
-    compute: Compute
-    speed: float
-    workers: int
-    loading: float
-
-
-def _paces(cluster: Cluster) -> Iterator[WorkerPace]:
-    """The paces of all workers."""
+def _paces(cluster: Cluster) -> Iterator[tuple[Compute, float, int]]:
+    """The durations and speeds of workers, and how many have them."""
     first = 0
     for kind in cluster.machines:
-        workers, loading = kind.count * kind.workers, cluster.loading(first)
+        workers = kind.count * kind.workers
         if isinstance(kind.speed, float):
-            yield WorkerPace(kind.compute, kind.speed, workers, loading)
+            yield kind.compute, kind.speed, workers
         else:
-            speeds = (cluster.durations(first + each, 0).speed for each in range(workers))
-            yield from (WorkerPace(kind.compute, speed, 1, loading) for speed in speeds)
+            yield from ((kind.compute, cluster.durations(first + each, 0).speed, 1) for each in range(workers))
         first += workers
 
 

@@ -281,7 +281,7 @@ class VirtualSegment:
     def _draw_durations(self, rank: int) -> None:
         durations = self.whole.cluster.durations(rank, self.setup.config.seeded)
         self.durations[rank] = durations
-        self.runtime.nodes[f"worker {rank}"].loading = self.whole.cluster.loading(rank)
+        self.runtime.nodes[f"worker {rank}"].loading = self.whole.cluster.loading(rank, self.setup.parts)
         self.runtime.durations[f"worker {rank}"] = durations
 
     @cached_property

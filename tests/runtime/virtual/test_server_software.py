@@ -280,6 +280,31 @@ def test_a_step_takes_as_long_as_its_computation_and_messages_or_its_input(rate:
     assert limited == pytest.approx(max(free, loading), rel=0.01)
 
 
+@pytest.mark.parametrize("strategy", ["bsp 1f1b:stages=2,micro=4", "bsp pipedream:stages=2", "bsp tensor:ways=4"])
+def test_the_first_workers_of_copies_load_their_samples(strategy: str) -> None:
+    """Two copies on two machines load at both; one copy over all workers loads all samples at the first."""
+    here = scene(input="100 samples/s", bandwidth=1e9)
+    loading = 128 / (100 if "ways" in strategy else 200)
+    assert timed(here, strategy).seconds == pytest.approx(loading, rel=0.02)
+    assert least_seconds(here, strategy) == pytest.approx(loading)
+
+
+def test_neighbors_share_the_input_of_their_machine() -> None:
+    machines = (Machines(count=1, workers=3, input=30), Machines(count=2, workers=4, input=12), Machines(count=1))
+    cluster = Cluster(machines=machines)
+    assert [cluster.loading(worker) for worker in (0, 2, 3, 10, 11)] == [0.1, 0.1, 1 / 3, 1 / 3, 0.0]
+    # copies of four begin at workers 0, 4 and 8: one on each machine; copies of two at five of these
+    assert [cluster.loading(worker, 4) for worker in (0, 4, 8, 1)] == [1 / 30, 1 / 12, 1 / 12, 0.0]
+    assert [cluster.loading(worker, 2) for worker in (0, 2, 4, 6, 8, 10)] == [
+        1 / 15,
+        1 / 15,
+        1 / 6,
+        1 / 6,
+        1 / 6,
+        1 / 6,
+    ]
+
+
 def test_slices_are_not_sent_while_a_worker_waits_for_data() -> None:
     """Backward is a share of the computation alone: the wait for data hides no message."""
     here = scene(input="200 samples/s", bandwidth=2e8)

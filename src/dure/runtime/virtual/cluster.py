@@ -504,10 +504,16 @@ class Cluster(Validated):
         """Bytes of memory of a worker; None: without limit."""
         return self._kinds[self.machine_of(worker)].memory
 
-    def loading(self, worker: int) -> float:
-        """Seconds in which the machine of a worker loads a sample for it; 0 without limit."""
+    def loading(self, worker: int, parts: int = 1) -> float:
+        """Seconds in which the machine of a worker loads a sample for it; 0 without limit.
+
+        Of each copy of the model, in `parts` of neighboring workers, the first worker reads the samples.
+        """
         kind = self._kinds[self.machine_of(worker)]
-        return 0.0 if kind.input is None else kind.workers / kind.input
+        if kind.input is None or worker % parts:
+            return 0.0
+        first = worker - self._places[worker] % kind.workers
+        return len(range(-(-first // parts) * parts, first + kind.workers, parts)) / kind.input
 
     def latency(self, here: int, there: int) -> float:
         """Latency between two machines, in seconds: the larger of their links' latencies, or of their cards' hops.

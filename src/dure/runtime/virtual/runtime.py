@@ -109,6 +109,13 @@ class Computation(Operation[Any]):
         super().cancel()
 
 
+def _samples_of(work: Work) -> int:
+    """The samples that must be loaded before `work` starts: those of a mini-batch that begins."""
+    if isinstance(work, StepPortion):
+        return work.step.samples if work.step.seconds is None else 0
+    return work.samples if isinstance(work, GradientWork) else 0
+
+
 class VirtualNode:
     """The `Node` of virtual time: one machine of the cluster, for the roles and services on it.
 
@@ -151,8 +158,8 @@ class VirtualNode:
         begin = self.kernel.now
         if begin < self.paused_until:
             begin = self.paused_until
-        if self.loading and isinstance(work, GradientWork) and work.samples:
-            begin = self.loaded = max(begin, self.loaded + work.samples * self.loading)
+        if self.loading and (samples := _samples_of(work)):
+            begin = self.loaded = max(begin, self.loaded + samples * self.loading)
         operation = Computation(self, work, begin, runtime.seconds_of(self, work))
         # A portion reads weights and activations that may change before its virtual end: its value is that of now.
         if isinstance(work, StepPortion):
