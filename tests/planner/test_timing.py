@@ -166,7 +166,11 @@ def test_speeds_are_those_of_whole_periods_before_the_first_worker_ends():
     times = StepTimes(warm=1, period=2)
     for worker, seconds in ((0, (1.0, 2.0, 2.5, 4.0, 4.5)), (1, (2.0, 4.0, 6.0, 8.0))):
         for number, now in enumerate(seconds):
-            times(SimpleNamespace(number=worker), now, lambda number=number: 10 * number)
+            times(
+                SimpleNamespace(number=worker, sessions=SimpleNamespace(peer=None)),
+                now,
+                lambda number=number: 10 * number,
+            )
     assert times.steps_per_second() == {0: 2 / 2.0, 1: 1 / 2.0}
     assert times.bytes_per_second() == 20 / 2.0
 
