@@ -34,6 +34,7 @@ from dure.run.memory import check_worker_memory
 from dure.run.places import is_started_outside, takes_address
 from dure.run.prebuilt import Prebuilt
 from dure.run.setup import BY_ENGINE, Setup, check_rates
+from dure.run.step_shape import referred
 from dure.run.strategy import Strategy, check_codec_name, member_text
 from dure.runtime.launch.rendezvous import RankEnvironment, place
 from dure.runtime.virtual.cluster import Cluster
@@ -89,9 +90,8 @@ def resolve(config: TrainConfig, prebuilt: Prebuilt = Prebuilt()) -> tuple[Setup
     look = partial(devices_of, virtual=config.virtual, local_rank=local_rank)
     devices = (first_of if takes_address(config.on) else look)(asked, workers)
     device = devices[0] if config.virtual else CPU
-    if cluster is not None and companions is None:
-        cluster = cluster.referred(job.own_flops) if cluster.states_seconds else cluster
-    speeds = _speeds(cluster, job, strategy.partition, machines, sizes, prebuilt.times)
+    timed = None if cluster is None else referred(cluster, job)
+    speeds = _speeds(timed, job, strategy.partition, machines, sizes, prebuilt.times)
     by_engine = frozenset(ALL_REDUCES) if cluster is not None and cluster.accelerated else BY_ENGINE
     setup = Setup(
         config, job, strategy, workers, machines, sizes, steps, every, absent, devices, device, speeds, by_engine

@@ -1,4 +1,4 @@
-"""The shape of a step of a set-up on a cluster: the times at which its gradient is complete, its slices, its spread."""
+"""The steps of a job on a cluster: their seconds and spread, the times at which a gradient is complete, its slices."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from dure.topology.collective.choice import Collective
 
 if TYPE_CHECKING:
     from dure.core.step_shape import StepShape
+    from dure.job.job import Job
     from dure.run.setup import Setup
     from dure.runtime.virtual.cluster import Cluster
 
@@ -65,3 +66,11 @@ def slices_of(setup: Setup, shape: StepShape) -> list[tuple[int, float]]:
         (stop - start, 1 - max(done[each.start] for each in layers if start <= each.start < stop))
         for start, stop in setup.topology.slice_ranges
     ]
+
+
+def referred(cluster: Cluster, job: Job) -> Cluster:
+    """`cluster`, whose stated seconds are those of a step of the job's own mini-batch where it does not say.
+
+    A job with companions has no step of its own: their seconds are those of any step.
+    """
+    return cluster.referred(job.own_flops) if cluster.states_seconds and job.companions is None else cluster

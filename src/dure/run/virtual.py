@@ -29,7 +29,7 @@ from dure.run.checkpoint import fitting
 from dure.run.history import RunCounts
 from dure.run.outcome import Outcome, Totals, count_stages, figures_of
 from dure.run.servers import build_server
-from dure.run.step_shape import slices_of, slowest, step_shape
+from dure.run.step_shape import referred, slices_of, slowest, step_shape
 from dure.run.strategy import codec_name
 from dure.run.virtual_companions import VirtualCompanions
 from dure.run.virtual_history import VirtualHistory, VirtualModel
@@ -91,7 +91,7 @@ class VirtualRun:
 
     def __init__(self, setup: Setup, cluster: Cluster, callbacks: Callbacks, simulated: int | None = None) -> None:
         self.setup = setup
-        self.cluster = cluster
+        self.cluster = referred(cluster, setup.job)
         self.simulated = setup.workers if simulated is None else simulated
         self.callbacks = callbacks
         config = setup.config
