@@ -151,6 +151,12 @@ FILES = {
     "a block that is none": ("batch_size: 8\ninput_nbytes: 4\nblocks: [5]", "blocks[0]: 5"),
     "no blocks": ("batch_size: 8\ninput_nbytes: 4\nblocks: []", "blocks"),
     "no parameters": (re.sub("parameters: .*],|parameter_nbytes: 2 MB,", "", BLOCKS), "parameters"),
+    "too many seconds": (changed("45 ms", "1e12 s"), "blocks[0].backward: 1e+12"),
+    "too many bytes": (changed("80 kB", "1e30 B"), "blocks[1].output_nbytes: 1e+30"),
+    "too many bytes in a list": (changed("16 kB", "20 TB"), "blocks[2].parameters[1]: 2e+13"),
+    "too many bytes of inputs": (changed("64 kB", "20 TB"), "input_nbytes: 2e+13"),
+    "too many samples": (changed("batch_size: 8", "batch_size: 1000000000000"), "batch_size: 1000000000000"),
+    "a name that is a number": (changed("name: pool", "name: 5"), "blocks[1].name: 5"),
     "nothing to do": (re.sub("backward: [0-9]* ms", "backward: 0", BLOCKS), "seconds of backward"),
 }
 
@@ -166,8 +172,13 @@ GRAPHS = {
     "empty": ("", "no operations"),
     "another key": (BRANCH.replace("forward_compute_time=4.000", "forward=4.0"), "line 3"),
     "no number": (BRANCH.replace("4096.000", "40.5.0"), "line 3"),
-    "no sizes": (BRANCH.replace("[1024.0; 512.0; 512.0]", "[1024.0; many]"), "line 5: activation_size=[1024.0; many]"),
-    "parts of values": (BRANCH.replace("864.000", "863.000"), "line 3: parameter_size=863.000"),
+    "no sizes": (BRANCH.replace("[1024.0; 512.0; 512.0]", "[1024.0; many]"), "line 5: activation_size='[1024.0; m"),
+    "parts of values": (BRANCH.replace("864.000", "863.000"), "line 3: parameter_size='863.000'"),
+    "bytes below zero": (BRANCH.replace("[1024.0; 512.0;", "[1024.0; -512.0;"), "line 5: activation_size="),
+    "too many seconds": (BRANCH.replace("=4.000", f"=4{'0' * 30}"), "node2: forward: 4e+27"),
+    "endless seconds": (BRANCH.replace("=4.000", f"={'9' * 400}"), "node2: forward: inf"),
+    "too many bytes": (BRANCH.replace("864.000", f"864{'0' * 15}"), "node2: parameter_nbytes: 8.64e+17"),
+    "a long number": (BRANCH.replace("node7", f"node{'9' * 5000}"), "line 1"),
     "a node twice": (BRANCH.replace("node10 -- ReLU", "node2 -- ReLU"), "line 4: node2"),
     "an unknown node": (BRANCH + "\n\tnode7 -- node11", "line 13: there is no node11"),
     "a cycle": (BRANCH + "\n\tnode7 -- node4", "node4"),
@@ -187,3 +198,5 @@ def test_a_file_that_is_not_there_and_a_wrong_number_of_samples(tmp_path: Path) 
             load_job(str(tmp_path / name))
     with raising(UsageError, "samples", "0"):
         load_job(f"{written(tmp_path, BRANCH, 'graph.txt')}:samples=0")
+    with raising(UsageError, "samples", "1000000"):
+        load_job(f"{written(tmp_path, BRANCH, 'graph.txt')}:samples=1000000")

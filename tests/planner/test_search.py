@@ -13,6 +13,7 @@ from dure.planner.candidates import ONE, Scene, shape_of, single
 from dure.planner.ranking import Ranked
 from dure.planner.search import Found, search
 from dure.planner.side_by_side import Deadline
+from dure.planner.timing import timed
 from dure.runtime.virtual.cluster import Cluster, Link, Machines
 from dure.runtime.virtual.compute import Constant, Trace
 
@@ -95,6 +96,21 @@ def test_the_bound_of_plain_data_parallelism_is_that_of_the_ring_and_the_slowest
     fast = Scene(job, Cluster(machines=kinds, link=Link(bandwidth=1e12)), 128)
     step = kinds[0].compute.mean(32 * job.flops_per_sample)
     assert least_seconds(fast, "bsp") == pytest.approx(step / 0.5)
+
+
+def test_updates_of_fast_workers_and_of_those_beside_servers_load_no_slow_card():
+    """Worker 0 is beside the server and a thousand times as fast: most updates cross no card."""
+    kinds = (Machines(speed=1000.0), Machines(count=2), Machines(link=Link(bandwidth=1e4)))
+    job = load_job("digits-mlp")
+    here = Scene(job, Cluster(machines=kinds), 4 * 32)
+    nbytes = 4 * sum(each.numel() for each in job.build(0).parameters())
+    for strategy in ("downpour ps:colocated=true", "downpour ps:shards=2", "bsp ps:colocated=true", "k-sync:k=1"):
+        assert timed(here, strategy).seconds >= 0.97 * least_seconds(here, strategy), strategy
+    hosts = (Machines(gpus=8), Machines(gpus=4), Machines(gpus=1, link=Link(bandwidth=5e6)))
+    unequal = Scene(job, Cluster(machines=hosts, link=Link(bandwidth=1e7)), 13 * 32)
+    assert least_seconds(unequal, "bsp ps:colocated=true") == pytest.approx(5 * nbytes / (0.88 * 1e7))
+    assert least_seconds(unequal, "bsp ps:shards=2") == pytest.approx(8 * nbytes / (0.88 * 1e7))
+    assert least_seconds(unequal, "downpour ps") == pytest.approx(13 * nbytes / 1e7)
 
 
 @pytest.mark.parametrize("compute", [Trace(durations=[0.01, 0.02]), Constant(seconds=0.01)])

@@ -164,6 +164,8 @@ def _must(kind: str, context: dict[str, Any]) -> str | None:
         "float": "must be a number",
         "tuple": "must be a list",
         "finite": "must be finite",
+        "bool": "must be true or false",
+        "string": "must be text, in quotes where it looks like a number",
         "model": "must be a mapping of keys to values",
         "too": "has too few entries: write at least one",
     }

@@ -33,11 +33,12 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush
+from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import torch
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from torch import Tensor, nn
 
 from dure.core import units
@@ -60,12 +61,28 @@ LENGTH = 100_000
 
 FLOAT32 = 4
 
+MOST_SECONDS = 1e6
+"""Longest pass of a block: torch counts the elements of tensors in 63 bits, and so does a block its operations."""
+
+MOST_NBYTES = 10**13
+"""Largest tensor of a block, for the same reason."""
+
 
 def _nbytes(given: object) -> object:
     return given if given == 0 else units.size(given)
 
 
-Nbytes = Annotated[int, BeforeValidator(_nbytes)]
+def _no_more_than(most: float, shown: str) -> AfterValidator:
+    def check(value: float) -> float:
+        if value > most:
+            raise ValueError(f"{value:g} is more than {shown}: write less")
+        return value
+
+    return AfterValidator(check)
+
+
+Nbytes = Annotated[int, BeforeValidator(_nbytes), _no_more_than(MOST_NBYTES, "10 TB")]
+Pass = Annotated[Seconds, _no_more_than(MOST_SECONDS, "a million seconds")]
 
 
 def of_yaml(path: Path) -> Callable[..., Job]:
@@ -81,8 +98,9 @@ def of_graph(path: Path) -> Callable[..., Job]:
     """The function of a job of PipeDream's profiler. It raises `UsageError` with the file and the line."""
 
     def profiled(samples: int = SAMPLES) -> Job:
-        if samples < 1:
-            raise UsageError(f"{path}: samples counts those of a mini-batch and must be at least 1, got {samples}.")
+        if not 1 <= samples <= LENGTH:
+            problem = f"samples counts those of a mini-batch and must be from 1 to {LENGTH:,}, got {samples}"
+            raise UsageError(f"{path}: {problem}.")
         return _job(_of_graph(path, samples), path)
 
     return profiled
@@ -95,10 +113,10 @@ class StatedBlock(Validated):
     """A block of a job: seconds and bytes of a mini-batch. `parameters` are the bytes of each of its tensors."""
 
     name: str = ""
-    forward: Seconds
-    backward: Seconds
+    forward: Pass
+    backward: Pass
     parameter_nbytes: Nbytes = 0
-    parameters: tuple[Size, ...] = ()
+    parameters: tuple[Annotated[Size, _no_more_than(MOST_NBYTES, "10 TB")], ...] = ()
     output_nbytes: Nbytes
     activation_nbytes: Nbytes | None = None
 
@@ -125,7 +143,7 @@ class StatedBlock(Validated):
 class StatedBlocks(Validated):
     """The blocks of a job, with the seconds and bytes of a mini-batch of `batch_size` samples."""
 
-    batch_size: int = Field(ge=1)
+    batch_size: int = Field(ge=1, le=LENGTH)
     input_nbytes: Nbytes
     blocks: tuple[StatedBlock, ...] = Field(min_length=1)
 
@@ -168,13 +186,14 @@ def _block(number: int, given: Any) -> StatedBlock:
 
 # ---- PipeDream's graphs
 
-_NUMBER = r"\d+(?:\.\d*)?"
+_NUMBER = r"[0-9]+(?:\.[0-9]*)?"
+_NAME = r"[0-9]{1,9}"
 _NODE = re.compile(
-    rf"node(?P<number>\d+) -- (?P<name>.*) -- forward_compute_time=(?P<forward>{_NUMBER}), "
+    rf"node(?P<number>{_NAME}) -- (?P<name>.*) -- forward_compute_time=(?P<forward>{_NUMBER}), "
     rf"backward_compute_time=(?P<backward>{_NUMBER}), activation_size=(?P<activation>{_NUMBER}|\[[^]]*\]), "
-    rf"parameter_size=(?P<parameter>{_NUMBER})(?: -- stage_id=\d+)?"
+    rf"parameter_size=(?P<parameter>{_NUMBER})(?: -- stage_id=[0-9]+)?"
 )
-_EDGE = re.compile(r"\tnode(\d+) -- node(\d+)")
+_EDGE = re.compile(rf"\tnode({_NAME}) -- node({_NAME})")
 _FORMS = (
     "write node2 -- Conv2d -- forward_compute_time=1.5, backward_compute_time=2.5, activation_size=4096.0, "
     "parameter_size=1024.0, or an edge as <tab>node1 -- node2"
@@ -205,25 +224,32 @@ def _of_graph(path: Path, samples: int) -> StatedBlocks:
     last = {number: place.get(number, -1) for number in nodes}  # the last block that reads the outputs of a node
     for source, reader in edges:
         last[source] = max(last[source], place.get(reader, -1))
-    blocks = []
-    for at, number in enumerate(order):
-        node = nodes[number]
-        crossing = sum(each.output_nbytes for other, each in nodes.items() if place.get(other, -1) <= at < last[other])
-        blocks.append(
-            StatedBlock(
-                name=node.name,
-                forward=node.forward,
-                backward=node.backward,
-                parameter_nbytes=node.parameter_nbytes,
-                output_nbytes=crossing if at < len(order) - 1 else node.output_nbytes,
-                activation_nbytes=node.output_nbytes,
-            )
-        )
+    changes = [0] * (len(order) + 1)  # of the bytes that cross a border, from that behind the block before
+    for number, node in nodes.items():
+        changes[max(0, place.get(number, -1))] += node.output_nbytes
+        changes[max(0, last[number])] -= node.output_nbytes
     inputs = sum(each.output_nbytes for each in nodes.values() if each.is_input)
+    borders = [*accumulate(changes[: len(order) - 1]), nodes[order[-1]].output_nbytes]
+    blocks = [_block_of(path, number, nodes[number], border) for number, border in zip(order, borders, strict=True)]
     try:
         return StatedBlocks(batch_size=samples, input_nbytes=inputs, blocks=tuple(blocks))
     except FieldError as error:
         raise UsageError(f"{path}: {error}") from None
+
+
+def _block_of(path: Path, number: int, node: GraphNode, border: int) -> StatedBlock:
+    """The block of a node, behind which so many bytes cross the border."""
+    try:
+        return StatedBlock(
+            name=node.name,
+            forward=node.forward,
+            backward=node.backward,
+            parameter_nbytes=node.parameter_nbytes,
+            output_nbytes=border,
+            activation_nbytes=node.output_nbytes,
+        )
+    except FieldError as error:
+        raise UsageError(f"{path}: node{number}: {error}") from None
 
 
 def _lines(path: Path) -> tuple[dict[int, GraphNode], list[tuple[int, int]]]:
@@ -255,17 +281,18 @@ def _node(content: str, where: str) -> tuple[int, GraphNode]:
     if found is None:
         raise UsageError(f"{where}: {quoted(content)} is no node and no edge: {_FORMS}.")
     try:
-        output = sum(map(float, found["activation"].strip("[]").split(";")))
+        outputs = [float(each) for each in found["activation"].strip("[]").split(";")]
     except ValueError:
-        output = math.nan
+        outputs = [math.nan]
     parameter = float(found["parameter"])
-    if output % 1:
-        raise UsageError(f"{where}: activation_size={found['activation']} must be whole bytes, such as 4096.0.")
+    if any(each < 0 or each % 1 for each in outputs):
+        given = quoted(found["activation"])
+        raise UsageError(f"{where}: activation_size={given} must be whole bytes, such as 4096.0.")
     if parameter % FLOAT32:
         right = "must be bytes of float32 values, a multiple of 4, such as 4096.0"
-        raise UsageError(f"{where}: parameter_size={found['parameter']} {right}.")
+        raise UsageError(f"{where}: parameter_size={quoted(found['parameter'])} {right}.")
     forward, backward = (float(found[way]) / 1000 for way in ("forward", "backward"))
-    return int(found["number"]), GraphNode(found["name"], forward, backward, int(output), int(parameter))
+    return int(found["number"]), GraphNode(found["name"], forward, backward, int(sum(outputs)), int(parameter))
 
 
 def _topological(path: Path, nodes: dict[int, GraphNode], edges: Sequence[tuple[int, int]]) -> list[int]:

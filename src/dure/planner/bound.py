@@ -3,7 +3,8 @@
     whole models, in step      max over workers of the seconds of a mini-batch
     otherwise                  samples of a step / sum of the workers' speeds
     all-reduce of M bytes      2 (h - 1) / h M over the slowest card of the h machines that have the same part
-    servers, s shards          updates of a step * M / s over the card of a server, M over the card of a worker
+    servers, s shards          updates of a step * M / s over the card of a server, M over the card of each worker; M
+                               over all cards where any workers may push, less what stays within a machine
     input                      samples of a step / sum of those that the machines load in a second
 
 M is the model, or the parts of it that a machine has, divided by the steps between two exchanges. Bytes that depend on
@@ -83,8 +84,12 @@ def _communicating(scene: Scene, chosen: Strategy) -> float:
     nbytes = _message(scene, chosen) / getattr(sync, "period", getattr(sync, "n_push", 1))
     # Small messages wait for no others, so a card has no speed for them.
     if isinstance(topology, Collective):
-        share = min(1.0, max(kind.workers for kind in cluster.machines) / parts_of(chosen.partition))
-        alike = max(1.0, machines * share)
+        parts, hosted = parts_of(chosen.partition), [kind.workers for kind in cluster.machines]
+        alike = max(1.0, machines * min(1.0, max(hosted) / parts))
+        # Groups of accelerators divide the cards of a machine; other collectives do not slow each other.
+        share = min(1.0, (max(hosted) if cluster.accelerated else 1) / parts)
+        if min(hosted) < parts:  # the machine with the slowest card may have a small part
+            card = max(map(cluster.network_bandwidth, cluster.machines))
         if _message(scene, chosen) / scene.workers <= cluster.small:  # a part's piece for each copy
             return 0.0
         return 2 * (1 - 1 / alike) * share * nbytes / card
@@ -92,13 +97,30 @@ def _communicating(scene: Scene, chosen: Strategy) -> float:
         return 0.0
     if _message(scene, chosen) / topology.shards <= cluster.small:
         return 0.0
-    updates = _quorum(scene, chosen) or scene.workers
-    if cluster.servers.per_machine and chosen.pushes_together:
-        updates = machines
+    return _server_load(scene, chosen, topology) * nbytes
+
+
+def _server_load(scene: Scene, chosen: Strategy, topology: ParameterServer) -> float:
+    """The seconds of a step for each byte of the model, of the card that has most to do for pushes."""
+    cluster, quorum = scene.cluster, _quorum(scene, chosen)
+    together = cluster.servers.per_machine and chosen.pushes_together
+    cards = [cluster.network_bandwidth(kind) for kind in cluster.machines for _ in range(kind.count)]
+    pushing = [1 if together else kind.workers for kind in cluster.machines for _ in range(kind.count)]
+    updates = quorum or sum(pushing)
+    served = [0.0] * len(cards)  # the share of the model that servers have on each machine of workers
     if topology.colocated:
-        return updates * (1 - 1 / machines) * nbytes / topology.shards / card
-    server = (cluster.servers.link or cluster.link).bandwidth
-    return max(updates / topology.shards / server, updates / scene.workers / card) * nbytes
+        for shard in range(topology.shards):
+            served[cluster.machine_of(shard % scene.workers)] += 1 / topology.shards
+        server = 0.0
+    else:
+        server = updates / topology.shards / (cluster.servers.link or cluster.link).bandwidth
+    if quorum or not traits_of(chosen.sync).lockstep:  # updates come from any workers, those beside servers among them
+        return max(server, updates * (1 - max(served)) / sum(cards))
+    loads = (
+        max(own * (1 - here), here * (updates - own)) / card
+        for own, here, card in zip(pushing, served, cards, strict=True)
+    )
+    return max(server, *loads)
 
 
 def _quorum(scene: Scene, chosen: Strategy) -> int:

@@ -253,7 +253,7 @@ def _one_machine(scene: Scene, *, trace: bool) -> Timing:
 
 
 def _run(setup: Setup, cluster: Cluster, simulated: int) -> tuple[Outcome, StepTimes]:
-    stepped = StepTimes(_warm_of(setup.strategy), _period_of(setup.strategy))
+    stepped = StepTimes(_warm_of(setup.strategy, cluster), _period_of(setup.strategy))
     return VirtualRun(setup, cluster, Callbacks(stepped=stepped), simulated).run(), stepped
 
 
@@ -303,7 +303,7 @@ def _steps(strategy: Strategy, cluster: Cluster) -> int:
     uneven = uneven or in_turn
     # fast workers end before slow ones have done the step after the last period, which would then not count
     spare = period if together and uneven and period > 1 else 0
-    return _warm_of(strategy) + period * math.ceil(least / period) + 1 + spare
+    return _warm_of(strategy, cluster) + period * math.ceil(least / period) + 1 + spare
 
 
 def _running(cluster: Cluster, strategy: Strategy) -> Cluster:
@@ -321,12 +321,16 @@ def _period_of(strategy: Strategy) -> int:
     return math.lcm(period, 1 if pipeline is None or pipeline.flushes else pipeline.stages)
 
 
-def _warm_of(strategy: Strategy) -> int:
-    """The steps until a pipeline is full, until fast workers lead by the bound, or until all workers have begun."""
+def _warm_of(strategy: Strategy, cluster: Cluster) -> int:
+    """The steps until a pipeline is full, until fast workers lead by the bound, or until all workers have begun.
+
+    The first mini-batch is loaded before a run. So workers wait for data, and others for them, from the second step on.
+    """
     pipeline = pipeline_of(strategy.partition)
     lead = getattr(strategy.sync, "bound", 0.0)
     return (
         1
+        + any(kind.input is not None for kind in cluster.machines)
         + (int(lead) if math.isfinite(lead) else 0)
         + (0 if _together(strategy) else _period_of(strategy))
         + (0 if pipeline is None or pipeline.flushes else 2 * pipeline.stages)

@@ -64,6 +64,7 @@ def test_kinds_of_links_and_transports_set_defaults_that_a_file_may_replace():
     assert Card(transport="tcp").bandwidth(25e9 / 8) == 13e9 / 8
     assert Card(transport="tcp").bandwidth(10e9 / 8) == pytest.approx(0.9 * 10e9 / 8)
     assert Card(transport="tcp", flow="18 Gbit/s").bandwidth(25e9 / 8) == 18e9 / 8
+    assert Card(transport="tcp", flow=None) == Card(transport="tcp")  # an empty key, which a written file leaves out
     assert Card().bandwidth(25e9 / 8) == pytest.approx(0.88 * 25e9 / 8)
 
 

@@ -10,6 +10,7 @@ from oracles.test_closed_forms import first_scene
 from support.machines import placed
 
 import dure
+from dure.job.job import load_job
 from dure.planner.bound import least_seconds
 from dure.planner.candidates import Scene
 from dure.planner.timing import setup_in, timed
@@ -315,6 +316,14 @@ def test_slices_are_not_sent_while_a_worker_waits_for_data() -> None:
     last, nodes = segment.runtime.kernel.now, segment.runtime.nodes
     assert last - nodes["worker 0"].loaded == pytest.approx(free, rel=0.01)
     segment.end()
+
+
+@pytest.mark.parametrize("strategy", ["bsp", "bsp ps:colocated=true"])
+def test_workers_of_other_machines_wait_for_the_data_of_one(strategy: str) -> None:
+    """The first mini-batch is there, so waits begin in the second step, and those of the others behind it."""
+    kinds = (Machines(count=3, compute=STEADY), Machines(compute=STEADY, input="100 samples/s"))
+    here = Scene(load_job("digits-mlp"), Cluster(machines=kinds, link=Link(bandwidth=1e8)), 4 * 32)
+    assert timed(here, strategy).seconds == pytest.approx(0.32, rel=0.002)
 
 
 KEYS: dict[str, dict[str, object]] = {

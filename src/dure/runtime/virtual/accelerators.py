@@ -92,8 +92,10 @@ class Card(Validated):
     @model_validator(mode="before")
     @classmethod
     def _of_its_transport(cls, values: Any) -> Any:
-        by_tcp = isinstance(values, dict) and values.get("transport") == "tcp"
-        return {"share": 0.9, "flow": 13e9 / 8, "hop": 40e-6} | values if by_tcp else values
+        if not isinstance(values, dict) or values.get("transport") != "tcp":
+            return values
+        given = {name: value for name, value in values.items() if name != "flow" or value is not None}
+        return {"share": 0.9, "flow": 13e9 / 8, "hop": 40e-6} | given
 
     def assumed(self) -> list[str]:
         """The values that are defaults, in words."""

@@ -91,8 +91,8 @@ class Machines(Validated):
     """
 
     count: int = Field(default=1, ge=1)
+    gpus: int | None = Field(default=None, ge=1)  # before `workers`, as errors name the first field
     workers: int = Field(default=1, ge=1)
-    gpus: int | None = Field(default=None, ge=1)
     compute: Compute = Constant()
     speed: Speed = 1.0
     cores: Cores = 4

@@ -216,8 +216,10 @@ def _read_durations(path: Path) -> list[float]:
 
 
 def _tag(value: Any) -> Any:
-    """Name of the distribution; `constant` if none is given."""
-    return value.get("distribution", "constant") if isinstance(value, dict) else getattr(value, "distribution", value)
+    """Name of the distribution; `constant` if none is given. Of another value its text, which names none."""
+    if isinstance(value, dict):
+        return value.get("distribution", "constant")
+    return getattr(value, "distribution", str(value))
 
 
 Compute = Annotated[
