@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from support.runs import resolved, virtual
@@ -13,6 +15,7 @@ import dure
 from dure.errors import StrategyError, UsageError
 from dure.partition import PIPELINES
 from dure.partition.memory import MemoryUse, of_model, of_part
+from dure.run.memory import memory_use
 from dure.run.strategy import make
 from dure.runtime.virtual.cluster import Cluster, Machines
 from dure_jobs.vgg16 import vgg16_shapes
@@ -47,6 +50,22 @@ def test_a_whole_model():
     assert found == MemoryUse(6 * P, 6 * P, 12 * P, 0, 6 * BATCH * ROW)
     assert found.total == 24 * P + 6 * BATCH * ROW
     assert str(found) == f"weights {6 * P:,}, gradient {6 * P:,}, optimizer {12 * P:,}, activations {72 * ROW:,}"
+
+
+@pytest.mark.parametrize(("partition", "held"), [("", [6]), ("gpipe:stages=3", [2, 2, 2]), ("tensor:ways=2", [3, 3])])
+def test_frozen_parameters_need_memory_without_gradient_and_optimizer(partition, held):
+    def half_frozen():
+        model = dense().model()
+        for number, layer in enumerate(model):
+            layer.requires_grad_(number % 2 == 1)
+        return model
+
+    job = dataclasses.replace(dense(), model=half_frozen)
+    setup, _ = resolved(job, f"bsp collective {partition}", workers=len(held), on="virtual")
+    for part, layers in enumerate(held):
+        use = memory_use(setup, part)
+        assert use.frozen == pytest.approx(layers * P / 2)
+        assert use.weights == use.gradient == pytest.approx(layers * P / 2, rel=0.05)
 
 
 @pytest.mark.parametrize(

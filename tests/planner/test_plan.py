@@ -321,3 +321,18 @@ def test_small_micro_batches_are_planned_where_they_alone_fit():
     with pytest.raises(UsageError, match=r"remat=true: \d") as refused:
         dure.plan(job, on=cluster(count=8, memory=300_000), **options)
     assert "no strategy fits into" in str(refused.value)
+
+
+def test_a_plan_of_a_job_without_values_gives_no_script_of_it(monkeypatch, tmp_path):
+    few(monkeypatch, "bsp")
+    (tmp_path / "job.yaml").write_text(
+        "batch_size: 4\ninput_nbytes: 64\n"
+        "blocks: [{name: a, forward: 1 ms, backward: 2 ms, parameter_nbytes: 64, output_nbytes: 64}]\n"
+    )
+    found = plan(f"{tmp_path / 'job.yaml'}", on=cluster())
+    assert any("no values" in each for each in found.why)
+    assert "make_job()" in found.ddp_script
+    assert "load_job" not in found.ddp_script
+    trained = plan("digits-mlp", on=cluster())
+    assert not any("no values" in each for each in trained.why)
+    assert "load_job('digits-mlp')" in trained.ddp_script

@@ -8,7 +8,8 @@
 A block of an accelerator takes, in each of its operations, the longer of computing and moving its bytes:
 
     forward    sum over operations of max(FLOP, bytes * intensity)
-    backward   twice that; of the first block once, as its inputs need no gradient
+    backward   twice that; once of the first block that is trained, as its inputs need no gradient, and of frozen blocks
+               behind it; none of blocks before it
     update     five values for each parameter, moved once (momentum)
 
 Within a block, gradients are completed from the last parameter to the first, equally many in each second. A parameter
@@ -65,11 +66,23 @@ def by_operations(job: Job, replica: Replica, batch: int, intensity: float) -> S
         costs = _costs(job if is_on_meta(job) else shapes_of(job), batch, intensity)
     except (DureError, RuntimeError):  # a model without blocks, or one that the meta device cannot compute
         return None
-    if len(costs) != len(blocks) or not sum(costs):
+    if len(costs) != len(blocks):
         return None
-    passes = [(each, each if number == 0 else 2 * each) for number, each in enumerate(costs)]
+    passes = [(each, times * each) for each, times in zip(costs, _backward_times(blocks), strict=True)]
+    if not sum(back for _, back in passes):
+        return None
     moved = UPDATED * replica.params.element_size() * replica.numel * intensity
     return _of_blocks(replica, blocks, passes, moved)
+
+
+def _backward_times(blocks: Sequence[nn.Module]) -> list[int]:
+    """Backward of each block, in times its forward: for the gradient of its parameters, and for that of its inputs."""
+    found, behind = [], False
+    for block in blocks:
+        trained = [each.requires_grad for each in block.parameters()]
+        found.append((1 if behind else 0) + (1 if any(trained) or (behind and not trained) else 0))
+        behind = behind or any(trained)
+    return found
 
 
 def _of_blocks(replica: Replica, blocks: Sequence[nn.Module], passes: Passes, update: float) -> StepShape:

@@ -1,7 +1,7 @@
 """The memory that one worker needs, by kind: of a part of a model, or of the whole model.
 
     kind          | bytes
-    weights       | P, those of the parameters
+    weights       | P, those of the parameters that are trained
     gradient      | P
     optimizer     | P for each vector of the rule's state
     versions      | P for each older version of the weights that is kept at once
@@ -10,13 +10,14 @@
     codec         | P for each vector that its coders keep, and a share of it for the stripe that a worker combines
     topology      | P for each vector that the topology keeps at a worker, such as room for a pull
     server        | the slices of servers beside the worker, times the vectors that a server keeps
+    frozen        | those of the parameters that are not trained; of layers that workers share, their part
 
 Temporary memory of computations and messages is not counted, so a process needs more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -28,6 +29,8 @@ from dure.partition.programmed import Programmed
 from dure.partition.schedule import Orders, schedule, weights_read
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from dure.job.job import Job
     from dure.job.replica import Replica
     from dure.partition.layout import StageLayout
@@ -47,6 +50,7 @@ class MemoryUse(NamedTuple):
     codec: int = 0
     topology: int = 0
     server: int = 0
+    frozen: int = 0
 
     @property
     def total(self) -> int:
@@ -68,7 +72,13 @@ def of_model(job: Job, whole: Replica, batch_size: int, vectors: int) -> MemoryU
             whole.load_buffers(before)
         whole.figures[key] = sum(cost.kept.values())
     nbytes = whole.params.nbytes
-    return MemoryUse(nbytes, nbytes, vectors * nbytes, 0, whole.figures[key])
+    return MemoryUse(nbytes, nbytes, vectors * nbytes, 0, whole.figures[key], frozen=frozen_nbytes([whole.module]))
+
+
+def frozen_nbytes(modules: Iterable[nn.Module]) -> int:
+    """The bytes of the parameters of `modules` that are not trained."""
+    frozen = {id(each): each.nbytes for module in modules for each in module.parameters() if not each.requires_grad}
+    return sum(frozen.values())
 
 
 Kept = Callable[[int, int], int]
@@ -91,7 +101,9 @@ def of_part(
         return layout.activation_nbytes(layout.pipeline.stage_of(rank, chunk), rows)
 
     most = _activations(layout, rank, batch_size, activations or of_chunk)
-    return MemoryUse(nbytes, nbytes, optimizers * nbytes, (versions - 1) * nbytes, most)
+    blocks = [layout.blocks[number] for stage in layout.stages_of(rank) for number in layout.blocks_in(stage)]
+    frozen = frozen_nbytes(blocks) // layout.ways
+    return MemoryUse(nbytes, nbytes, optimizers * nbytes, (versions - 1) * nbytes, most, frozen=frozen)
 
 
 def steady(pipeline: Pipeline) -> range:

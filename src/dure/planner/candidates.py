@@ -33,7 +33,7 @@ class Scene:
     """`batch` samples of `job` in each step of all workers of `cluster`.
 
     `times` are the seconds of the model's blocks at a worker of speed 1, if they have been measured. `steps` are those
-    of a run of each worker; the job's if None.
+    of a run of each worker; the job's if None. A job that `has_values` can be trained.
     """
 
     job: Job
@@ -41,6 +41,7 @@ class Scene:
     batch: int
     times: BlockTimes | None = None
     steps: int | None = None
+    has_values: bool = True
 
     @property
     def run(self) -> int:

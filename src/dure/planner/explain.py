@@ -62,6 +62,13 @@ def unstated(scene: Scene) -> list[str]:
     ]
 
 
+def valueless(scene: Scene) -> list[str]:
+    """A note if the job cannot be trained, as it has shapes and no values."""
+    if scene.has_values:
+        return []
+    return ["The job has shapes and no values: for training, put your own job with this model into the command."]
+
+
 def bottlenecks(scene: Scene, rows: Sequence[Ranked], deadline: Deadline) -> dict[str, str]:
     """The bottleneck of strategies: the network, unequal workers, bubbles of a pipeline, or computation.
 

@@ -25,7 +25,7 @@ from dure.job.validation import try_to_count, validate_job
 from dure.planner.answer import Ranking
 from dure.planner.candidates import CODECS, ONE, PLAIN, Scene
 from dure.planner.commands import command_of, script_of
-from dure.planner.explain import bottlenecks, crowded, no_answer, unstated, why, would_change
+from dure.planner.explain import bottlenecks, crowded, no_answer, unstated, valueless, why, would_change
 from dure.planner.job_profile import calibrated, profile_job
 from dure.planner.learning import LearningCurve, learned, unreached
 from dure.planner.options import PlanOptions
@@ -98,13 +98,13 @@ def planned(
     swept = sweeps(scene, ordered, deadline.part(SWEEP))
     commands = {row.strategy: command_of(scene, config, row) for row in found.rows}
     winner = found.rows[0].strategy
-    script = script_of(commands[winner], scene.job, named=job is None) if winner == PLAIN else None
+    script = script_of(commands[winner], scene.job, named=job is None and scene.has_values) if winner == PLAIN else None
     return Ranking(
         scene=scene,
         on=config.on or "this machine",
         found=found,
         bottlenecks=causes,
-        why=[*why(found, causes), *unreached(curves, target), *crowded(scene), *unstated(scene)],
+        why=[*why(found, causes), *unreached(curves, target), *crowded(scene), *unstated(scene), *valueless(scene)],
         would_change=would_change(scene, found.rows, swept, deadline.part(CHANGE)),
         sweeps=swept,
         curves=curves,
@@ -138,6 +138,7 @@ def scene_of(config: PlanOptions, job: Job | None, cluster: Cluster | None, say:
             f"--workers {config.workers} was asked for, and the cluster has {cluster.workers}. Leave --workers out, or "
             "describe machines with as many workers."
         )
+    has_values = not is_on_meta(job)
     if config.goal is None and not here:
         job = _without_values(job)
     try_to_count(job, name)
@@ -148,7 +149,7 @@ def scene_of(config: PlanOptions, job: Job | None, cluster: Cluster | None, say:
         say("measuring the job's blocks", 0, None)
         profile = profile_job(job)
         cluster, times = calibrated(cluster, job, profile), profile.times
-    return Scene(job, cluster, (config.batch_size or job.batch_size) * cluster.workers, times, config.steps)
+    return Scene(job, cluster, (config.batch_size or job.batch_size) * cluster.workers, times, config.steps, has_values)
 
 
 def _without_values(job: Job) -> Job:

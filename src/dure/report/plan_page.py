@@ -43,7 +43,18 @@ from dure.report.plan_sweeps import MEASURES, Plan, SweptValues, number, positiv
 if TYPE_CHECKING:
     from markupsafe import Markup
 
-PARTS = ("weights", "gradient", "optimizer", "versions", "activations", "method", "codec", "topology", "server")
+PARTS = (
+    "weights",
+    "gradient",
+    "optimizer",
+    "versions",
+    "activations",
+    "method",
+    "codec",
+    "topology",
+    "server",
+    "frozen",
+)
 """The parts of a worker's memory, in the order of a bar."""
 
 COLORS = ("#0072b2", "#d55e00", "#00875f", "#a64d86", "#3d93c4", "#a97000", "#4d4d4d")

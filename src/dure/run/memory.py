@@ -15,7 +15,7 @@ from dure.codec.fp32 import Float32
 from dure.core.deployment import SERVER, WORKER
 from dure.errors import UsageError
 from dure.job.optimizer import vectors_of
-from dure.partition.memory import MemoryUse, of_model, of_part
+from dure.partition.memory import MemoryUse, frozen_nbytes, of_model, of_part
 from dure.partition.mesh import ONE_STAGE
 from dure.topology.offers import offers_of
 
@@ -68,7 +68,8 @@ def check_process_memory(setup: Setup, worker: int, limit: int | None) -> None:
         return
     if setup.stages is None:
         nbytes = setup.replica.params.nbytes
-        use = _with_members(MemoryUse(nbytes, nbytes, vectors_of(setup.job.optimizer) * nbytes, 0, 0), setup, 0)
+        frozen, vectors = frozen_nbytes([setup.replica.module]), vectors_of(setup.job.optimizer)
+        use = _with_members(MemoryUse(nbytes, nbytes, vectors * nbytes, 0, 0, frozen=frozen), setup, 0)
     else:
         use = memory_use(setup, worker % setup.parts, setup.batch_sizes[setup.replica_of(worker)])
     backward = use.weights  # the gradients of all layers, before they are in the flat gradient

@@ -1,0 +1,40 @@
+"""The times at which backward completes gradients, by operations of blocks."""
+
+import pytest
+import torch
+from torch import nn
+
+import dure
+from dure.job.job import load_job
+from dure.job.replica import Replica
+from dure.partition.backward import by_operations
+
+
+@pytest.mark.parametrize(
+    ("frozen", "passes"),
+    [
+        ((), {4: 2, 3: 4, 2: 6, 1: 7}),
+        ((1,), {4: 2, 3: 4, 2: 5}),
+        ((1, 2, 3), {4: 1}),
+        ((3,), {4: 2, 2: 5, 1: 6}),
+    ],
+    ids=["none", "the first", "all but the last", "one inside"],
+)
+def test_backward_of_frozen_blocks_gives_the_gradient_of_their_inputs_alone(frozen, passes):
+    """`passes`: the end of the backward of each block, in forwards of a block; five values are moved in an update."""
+
+    def model():
+        blocks = nn.Sequential(nn.Flatten(), *(nn.Linear(8, 8) for _ in range(4)))
+        for number in frozen:
+            blocks[number].requires_grad_(False)
+        return blocks
+
+    targets = torch.zeros(4, dtype=torch.int64)
+    job = load_job("digits-mlp").adjusted(model=model, train=dure.Data(torch.ones(4, 8), targets))
+    replica = Replica(model())
+    shape = by_operations(job, replica, batch=4, intensity=0.0)
+    assert shape is not None
+    done = {int(replica.layers[each.number].name.split(".")[0]): each.done for each in shape.tensors}
+    last = max(passes.values())
+    assert done == pytest.approx({block: end / last for block, end in passes.items()})
+    assert shape.backward == pytest.approx(last / (last + 4))
