@@ -108,7 +108,7 @@ def test_the_command_and_the_script_for_gpus_train_on_them(tmp_path, gpus):
     script = script_of(command, job, named=True)
     assert ("--device cuda" in command.line) == gpus
     lines = ["import os", 'device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))']
-    lines += ["model = DistributedDataParallel(job.build(seed=0).to(device))"]
+    lines += ["model = DistributedDataParallel(job.build(seed=0).to(device), gradient_as_bucket_view=True)"]
     for line in [*lines, "torch.accelerator.set_device_index(device.index)"]:
         assert (line in script.splitlines()) == gpus
     moved = "model(**{key: each.to(device) for key, each in inputs.items()}), targets.to(device))"

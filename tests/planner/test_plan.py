@@ -23,14 +23,14 @@ from dure.planner import search as searching
 from dure.planner import side_by_side
 from dure.planner.candidates import ONE, Scene
 from dure.planner.commands import Command, command_of
-from dure.planner.explain import unstated, why
+from dure.planner.explain import unstated, why, would_change
 from dure.planner.learning import learned
 from dure.planner.options import PlanOptions
 from dure.planner.plan import LARGE, plan
 from dure.planner.ranking import ranked
 from dure.planner.search import Found
 from dure.planner.side_by_side import Deadline
-from dure.planner.sweeps import of_workers, sweeps, with_bandwidth, with_equal_workers, without_limits
+from dure.planner.sweeps import Sweep, of_workers, sweeps, with_bandwidth, with_equal_workers, without_limits
 from dure.planner.timing import largest_memory, setup_in, timed
 from dure.report.labels import seconds_text
 from dure.run.config import TrainConfig
@@ -336,3 +336,18 @@ def test_a_plan_of_a_job_without_values_gives_no_script_of_it(monkeypatch, tmp_p
     trained = plan("digits-mlp", on=cluster())
     assert not any("no values" in each for each in trained.why)
     assert "load_job('digits-mlp')" in trained.ddp_script
+
+
+def test_unequal_links_change_by_a_share_of_their_bandwidths():
+    slow = Machines(compute=FAST, link=Link(bandwidth=1e8))
+    swept = Sweep("bytes per second", 1e9, 2)
+    scenes = {kind: Scene(load_job("digits-mlp"), each, 128) for kind, each in (("equal", cluster()),)}
+    scenes["unequal"] = scenes["equal"].on(Cluster(machines=(Machines(count=3, compute=FAST), slow)))
+    bsp, averaging = (ranked(each, timed(scenes["equal"], each), scenes["equal"]) for each in ("bsp", "averaging"))
+    swept.add(1e9 / 16, [averaging])
+    swept.add(1e9, [bsp])
+    for kind, said in (
+        ("equal", "At 500 Mbit/s or less"),
+        ("unequal", "At 1/16 of all bandwidths (500 Mbit/s) or less"),
+    ):
+        assert would_change(scenes[kind], [bsp], {"bandwidth": swept}, Deadline(0.0))[0] == f"{said}: averaging."

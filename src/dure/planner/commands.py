@@ -95,7 +95,7 @@ from torch.nn.parallel import DistributedDataParallel
 {device}torch.distributed.init_process_group()
 rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
 job = {job}
-model = DistributedDataParallel(job.build(seed=0){to_device})
+model = DistributedDataParallel(job.build(seed=0){to_device}, gradient_as_bucket_view=True)
 optimizer = {optimizer}
 {schedule}batches = job.samplers([{batch}] * world_size, seed=0)[rank]
 for step in range(job.steps):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from dure.core import units
@@ -27,6 +28,7 @@ from dure.runtime.virtual.compute import Constant
 if TYPE_CHECKING:
     from dure.partition.memory import MemoryUse
     from dure.planner.search import Found
+    from dure.runtime.virtual.cluster import Cluster
 
 
 LARGE = 0.15
@@ -162,12 +164,19 @@ def would_change(scene: Scene, rows: Sequence[Ranked], swept: Mapping[str, Sweep
     for name, sweep in swept.items():
         for value, other in _others(sweep, winner):
             text = _value(name, value) + ("" if name == "bandwidth" else f" {sweep.unit}")
+            if name == "bandwidth" and _has_unequal_links(scene.cluster):
+                text = f"{Fraction(value / sweep.now).limit_denominator(1000)} of all bandwidths ({text})"
             side = "less" if value < sweep.now else "more"
             found.append(f"At {text} or {side}: {other}.")
     best = _winner_on(scene.on(with_stragglers(scene.cluster)), [row.strategy for row in rows[:BEST]], deadline)
     if best is not None and best != winner:
         found.append(f"If the durations of steps varied (log-normal, sigma 0.5): {best}.")
     return found or [_no_change(swept, varied=best is not None)]
+
+
+def _has_unequal_links(cluster: Cluster) -> bool:
+    rates = {(kind.link or cluster.link).bandwidth for kind in cluster.machines}
+    return len(rates) > 1 or cluster.between is not None
 
 
 def _no_change(swept: Mapping[str, Sweep], *, varied: bool) -> str:
