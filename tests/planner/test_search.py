@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from dure.job.initial_model import shapes_of
 from dure.job.job import load_job
 from dure.planner import search as searching
 from dure.planner import side_by_side
@@ -27,6 +28,12 @@ def test_without_time_one_machine_and_plain_data_parallelism_are_timed_and_the_o
     assert {row.strategy for row in found.rows} == {ONE, "bsp"}
     assert ["bsp", *found.left] == list(dict.fromkeys(single(shape_of(scene(None)))))
     assert all(least > 0 for least in found.left.values())
+
+
+def test_the_blocks_of_a_large_model_are_measured_once_for_all_processes():
+    here = Scene(shapes_of(load_job("digits-mlp")), Cluster.uniform(4), 128)
+    assert search(here, Deadline(-1.0)).left
+    assert any("profile" in key for key in here.model.replica.figures)
 
 
 def test_strategies_are_timed_in_the_order_of_their_bounds(monkeypatch):

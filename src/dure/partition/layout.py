@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 
-from dure.core.vectors import equal_ranges
 from dure.errors import UsageError
 from dure.job.job import refusal, trial_rows
 from dure.partition.blocks import (
@@ -111,7 +110,14 @@ class StageLayout:
         """The numbers of the blocks before which the model may be cut; None for all."""
         if self.plan is None:
             return None
-        return whole_borders(self.job, self.plan, self.ways, self.call, self.blocks_of, self._rows)
+        plan = self.plan
+
+        def borders() -> list[int]:
+            return whole_borders(self.job, plan, self.ways, self.call, self.blocks_of, self._rows)
+
+        if not isinstance(self.shared, Hashable):  # a class of the user's
+            return borders()
+        return self._known(("borders", self.shared, len(self.blocks)), borders)
 
     @property
     def tied(self) -> dict[str, tuple[int, ...]]:
@@ -230,8 +236,8 @@ class StageLayout:
 
     def rows(self, batch_size: int, micro: int) -> int:
         """The number of samples of a micro-batch."""
-        start, stop = equal_ranges(batch_size, self.pipeline.micro_batches)[micro]
-        return stop - start
+        size, larger = divmod(batch_size, self.pipeline.micro_batches)  # as `equal_ranges`, for one of them
+        return size + (micro < larger)
 
     def border(self, stage: int, rows: int) -> Border:
         """The border behind a stage, for a micro-batch of `rows` samples."""

@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from dure.errors import DureError
+from dure.job.initial_model import is_on_meta
 from dure.planner.bound import least_seconds
 from dure.planner.candidates import ONE, PLAIN, Scene, Shape, crossed, narrow, on_servers, shape_of, single, wide
 from dure.planner.ranking import Ranked, in_order, ranked
@@ -76,6 +77,7 @@ def search(scene: Scene, deadline: Deadline, notify: Notify = lambda done, of, s
     if scene.workers > 1:
         _step(scene, [ONE], first, 1.0, found, notify)
     _step(scene, [PLAIN], first, 1.0, found, notify)
+    _measure_blocks(scene, shape, first)
     steps: Sequence[Callable[[], Iterable[str]]] = (
         lambda: single(shape),
         lambda: on_servers(_servers_of(found, PLAIN), _servers_of(found, "downpour"), shape),
@@ -109,6 +111,13 @@ def _prepare(scene: Scene) -> None:
     """Import what timings import, and measure the model: the processes of timings inherit both."""
     with suppress(DureError):
         timed(scene.on(Cluster.uniform(2)), PLAIN)
+
+
+def _measure_blocks(scene: Scene, shape: Shape, deadline: Deadline) -> None:
+    """Measure the blocks of a large model for the processes of all pipelines, one of which may have too little time."""
+    pipeline = next((each for each in single(shape) if "partition" in by_axis(each)), None)
+    if pipeline is not None and is_on_meta(scene.job):
+        _ = list(timings([scene], [(0, pipeline)], deadline))  # the figures of the model are in `scene` then
 
 
 def _step(
