@@ -35,7 +35,7 @@ def with_free_network(cluster: Cluster) -> Cluster:
     if host is not None:
         free = host.all_reduce.changed(start=0.0, byte=0.0)
         host = host.changed(all_reduce=free, gradient=free)
-    cards = {"flow": None, "hop": 0.0}
+    cards = {"transport": "rdma", "flow": None, "hop": 0.0}  # a flow of TCP is never without a limit
     kinds = tuple(
         kind.changed(inside=kind.inside and _scaled(kind.inside, **near), card=kind.card and kind.card.changed(**cards))
         for kind in cluster.machines
