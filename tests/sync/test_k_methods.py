@@ -213,9 +213,13 @@ def test_who_was_away_goes_on_where_everybody_is(method):
 # ---- how long an update takes, and how stale it is
 
 
+OF_A_SAMPLE = {"seconds": 1.0, "flops": load_job("quadratic").flops_per_sample}
+"""A step of one sample takes 1 s."""
+
+
 def exponential(workers: int) -> Cluster:
     """Steps of 1 s on average, and messages that cost nothing to speak of."""
-    machines = Machines(count=workers, compute=ShiftedExponential(seconds=1.0, shift=0.0))
+    machines = Machines(count=workers, compute=ShiftedExponential(**OF_A_SAMPLE, shift=0.0))
     return Cluster(machines=(machines,), link=Link(bandwidth=1e15, latency=1e-9), alpha=0.0, beta=0.0, gamma=0.0)
 
 
@@ -243,7 +247,7 @@ def test_an_update_takes_as_long_as_the_fifth_of_eight(method):
 @pytest.mark.long
 def test_where_the_rest_of_a_step_is_shorter_than_a_whole_one_k_async_is_faster_than_k_sync():
     """Half of each step is fixed: K-sync takes 1/2 + (H_8 - H_3) / 2, K-async less."""
-    machines = Machines(count=8, compute=ShiftedExponential(seconds=1.0, shift=0.5))
+    machines = Machines(count=8, compute=ShiftedExponential(**OF_A_SAMPLE, shift=0.5))
     free = {"link": Link(bandwidth=1e15, latency=1e-9), "alpha": 0.0, "beta": 0.0, "gamma": 0.0}
     cluster = Cluster(machines=(machines,), **free)
     options = {"seconds": 500, "timing_only": True, "batch_size": 1}
@@ -266,7 +270,7 @@ def test_bsp_takes_as_long_as_the_last():
     check(seconds_per_update("k-sync:k=8", 2000, 8), harmonic(8), sum(1 / i**2 for i in range(1, 9)))
 
 
-@pytest.mark.parametrize("compute", [Constant(seconds=1.0), ShiftedExponential(seconds=1.0, shift=0.3)])
+@pytest.mark.parametrize("compute", [Constant(**OF_A_SAMPLE), ShiftedExponential(**OF_A_SAMPLE, shift=0.3)])
 def test_any_k_mini_batches_take_k_steps_over_p_whatever_the_times(compute):
     machines = Machines(count=8, compute=compute)
     cluster = Cluster(machines=(machines,), link=Link(bandwidth=1e15, latency=1e-9), alpha=0.0, beta=0.0, gamma=0.0)

@@ -302,7 +302,7 @@ def _check_call(function: Callable[..., Any], given: Mapping[str, Any], text: st
 
 def _check_overrides(given: Mapping[str, Any], parameters: Iterable[str], text: str) -> None:
     fields = {each.name for kind in (Job, OptimizerSpec) for each in dataclasses.fields(kind)}
-    right = {*parameters, *fields, "dtype"} - {"data_root", "name"}
+    right = {*parameters, *fields, "dtype"} - {"data_root", "name", "own_batch_size"}
     for key in given:
         if key not in right:
             raise UsageError(f"{text} has no setting {key!r}; it has {names(sorted(right))}.{nearest(key, right)}")

@@ -9,6 +9,7 @@ import torch
 from support.runs import virtual
 from torch import nn
 
+from dure.job.job import load_job
 from dure.partition.methods.neurons import Neurons
 from dure.partition.neurons.assignment import even, forecast, shuffled, traffic, words_sent
 from dure.partition.neurons.layers import unit_model
@@ -43,7 +44,8 @@ def test_a_mini_batch_takes_the_seconds_of_the_slowest_machine_in_each_layer(ass
     file = tmp_path / "units.json"
     file.write_text(json.dumps(owners))
     partition = Neurons(3, str(file) if assignment == "uneven" else assignment)
-    cluster = Cluster.uniform(3, compute=Constant(seconds=1.0), link=Link(bandwidth=bandwidth, latency=0.0), **FREE)
+    compute = Constant(seconds=1.0, flops=OPTIONS["batch_size"] * load_job(JOB).flops_per_sample)
+    cluster = Cluster.uniform(3, compute=compute, link=Link(bandwidth=bandwidth, latency=0.0), **FREE)
     text = f"neurons:ways=3,assignment={partition.assignment}"
     run = virtual(JOB, f"bsp collective {text}", cluster, timing_only=True, **OPTIONS)
     layers, _ = unit_model(run.setup.job.build(0))
