@@ -80,7 +80,7 @@ NAMES = [field.name for field in fields(Point)]
 
 
 def points(job: str, case: Case) -> Iterator[Point]:
-    """What is measured: one machine first, then the strategies on each number of workers."""
+    """The runs to measure: one machine first, then the strategies on each number of workers."""
     yield Point(job, 1, "bsp")
     for workers in case.workers:
         yield Point(job, workers, "bsp")

@@ -112,7 +112,7 @@ def assumed_factor(strategy: Strategy, timing: Timing, batch: int, steps: int) -
 
 
 def _share(strategy: Strategy) -> float:
-    """What counts of an exchange by the strategy's codec."""
+    """The share of an exchange that counts with the strategy's codec."""
     if name_of("codec", strategy.codec) == "1bit":
         return 0.0 if name_of("sync", strategy.sync) in BLOCKS else BITS
     return float(getattr(strategy.codec, "share", 1.0))

@@ -160,7 +160,7 @@ class ServerMachines(Validated):
 
     @property
     def software(self) -> dict[str, Any]:
-        """What is given of the software, by key."""
+        """The keys of software that are given, with their values."""
         given = {"variable": self.variable, "process": self.process, "per_machine": self.per_machine}
         return {name: value for name, value in given.items() if value}
 
@@ -392,7 +392,7 @@ class Cluster(Validated):
         assumed = self._assumed()
         checked = "dure probe measures machines"
         if self.accelerated:
-            checked = "efficiencies of one published benchmark, on 16 to 512 GPUs, are met within 12 %"
+            checked = "efficiencies of one published benchmark, on 16 to 512 GPUs, were predicted within 13 %"
         return (
             f"Assumed by default: {', '.join(assumed)}. " if assumed else "All speeds and links are as described. "
         ) + f"{shared}How wrong the seconds are: not checked for these machines; {checked}."
