@@ -214,7 +214,7 @@ def test_what_would_change_the_answer_is_never_empty(within, said, monkeypatch):
 
 def test_seconds_that_suffice_for_no_strategy_are_refused_with_those_that_should(monkeypatch):
     monkeypatch.setattr(searching, "LEAST", 0.1)
-    monkeypatch.setattr(side_by_side, "_timed", lambda scenes, wanted: time.sleep(600))
+    monkeypatch.setattr(side_by_side, "_timed", lambda scenes, wanted, began: time.sleep(600))
     with raising(UsageError, "no strategy could be timed within 1 seconds for 32 workers", "--within 52"):
         plan("digits-mlp", on=Cluster.uniform(32), within=1)
 

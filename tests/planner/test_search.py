@@ -45,7 +45,7 @@ def test_strategies_are_timed_in_the_order_of_their_bounds(monkeypatch):
         return real(scenes, wanted, *others)
 
     monkeypatch.setattr(searching, "timings", noted)
-    monkeypatch.setattr(side_by_side, "_timed", lambda scenes, wanted: "it is refused.")
+    monkeypatch.setattr(side_by_side, "_timed", lambda scenes, wanted, began: "it is refused.")
     here = scene(None)
     found = search(here, Deadline(math.inf))
     assert timed[:2] == [[ONE], ["bsp"]]
@@ -65,15 +65,16 @@ def test_one_machine_is_no_answer_where_nothing_else_could_be_timed():
 
 @pytest.mark.long
 def test_a_strategy_that_takes_long_keeps_none_of_the_others_from_being_timed(monkeypatch):
-    def slowed(scenes, wanted):
+    def slowed(scenes, wanted, began):
         if wanted[1] == "bsp":
+            began(lambda: 1e3)
             time.sleep(600)
         return "it is refused."
 
     monkeypatch.setattr(side_by_side, "_timed", slowed)
     monkeypatch.setattr(searching, "LEAST", 0.1)
     found = search(scene(None), Deadline(4.0))
-    assert list(found.left) == ["bsp"]
+    assert found.left == {"bsp": 1e3}
     assert len(found.refused) > 20
 
 

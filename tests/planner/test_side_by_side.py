@@ -35,14 +35,14 @@ def test_processes_find_what_one_process_finds(scenes, monkeypatch):
 
 
 def test_nothing_is_timed_after_the_deadline(scenes):
-    assert [timing for _, timing in timings(scenes, WANTED, Deadline(-1.0))] == [None] * 4
+    assert [timing for _, timing in timings(scenes, WANTED, Deadline(-1.0))] == [0.0] * 4
 
 
 @pytest.mark.long
 def test_a_timing_under_way_ends_at_the_deadline(scenes, monkeypatch):
-    """Its result is None, and so are those behind it; a timing that has ended counts."""
+    """It has reached no bound, and those behind it have none; a timing that has ended counts."""
 
-    def slow(scenes, wanted):
+    def slow(scenes, wanted, began):
         if wanted[1] != "bsp":
             time.sleep(600)
         return "no"
@@ -50,24 +50,25 @@ def test_a_timing_under_way_ends_at_the_deadline(scenes, monkeypatch):
     monkeypatch.setattr(side_by_side, "usable_processors", lambda: 2)
     monkeypatch.setattr(side_by_side, "_timed", slow)
     found = list(timings(scenes, WANTED, Deadline(2.0)))
-    assert [timing for _, timing in found][2:] == [None, None]
+    assert [timing for _, timing in found][2:] == [0.0, 0.0]
     assert {timing for _, timing in found[:2]} == {"no"}
 
 
-def test_a_timing_that_takes_more_than_its_share_gives_way_to_the_others(scenes, monkeypatch):
-    def slow(scenes, wanted):
+def test_a_timing_that_takes_more_than_its_share_gives_way_to_the_others_and_leaves_its_bound(scenes, monkeypatch):
+    def slow(scenes, wanted, began):
         if wanted == WANTED[0]:
+            began(lambda: 3.5)
             time.sleep(600)
         return wanted[1]
 
     monkeypatch.setattr(side_by_side, "usable_processors", lambda: 1)
     monkeypatch.setattr(side_by_side, "_timed", slow)
     found = [timing for _, timing in timings(scenes, WANTED, Deadline(60.0), share=0.005)]
-    assert found == [None, *(strategy for _, strategy in WANTED[1:])]
+    assert found == [3.5, *(strategy for _, strategy in WANTED[1:])]
 
 
 def test_a_process_that_is_killed_costs_only_its_own_timing(scenes, monkeypatch):
-    def dying(scenes, wanted):
+    def dying(scenes, wanted, began):
         if wanted == WANTED[1]:
             os.kill(os.getpid(), signal.SIGKILL)
         return wanted[1]
@@ -83,7 +84,7 @@ def test_processes_end_with_the_one_that_has_made_them(scenes, monkeypatch, tmp_
     """A kill leaves it no time to end them; what they time ends first."""
     pids = tmp_path / "pids"
 
-    def telling(scenes, wanted):
+    def telling(scenes, wanted, began):
         with pids.open("a") as file:
             file.write(f"{os.getpid()}\n")
         return wanted[1]
@@ -117,7 +118,7 @@ def test_processes_that_end_before_they_have_begun_print_nothing(scenes, monkeyp
     before = signal.signal(signal.SIGTERM, answer)
     try:
         for _ in range(2):
-            assert [found for _, found in timings(scenes, WANTED * 2, Deadline(-1.0))] == [None] * 8
+            assert [found for _, found in timings(scenes, WANTED * 2, Deadline(-1.0))] == [0.0] * 8
     finally:
         signal.signal(signal.SIGTERM, before)
     assert not capfd.readouterr().err

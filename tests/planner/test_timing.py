@@ -52,6 +52,20 @@ def test_a_run_ends_with_an_exchange_that_a_plan_counts(strategy, tolerance):
     assert here.run * row.timing.seconds / row.stepping == pytest.approx(run.totals.seconds, rel=tolerance)
 
 
+@pytest.mark.parametrize("strategy", ["bsp", "bsp tensor:ways=2", "bsp 1f1b:stages=2,micro=4"])
+def test_a_timing_has_a_bound_that_its_seconds_reach_at_the_end(strategy):
+    bounds = []
+    seconds = timed(scene(), strategy, began=bounds.append).seconds
+    assert bounds[0]() == pytest.approx(seconds, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "strategy", ["averaging:period=4", "downpour ps", "bsp pipedream:stages=2", "backup:backups=1 ps", "bsp 1bit"]
+)
+def test_a_timing_whose_steps_differ_has_no_bound(strategy):
+    timed(scene(), strategy, began=pytest.fail)
+
+
 LOCKSTEP = (
     "bsp",
     "bsp 1bit",

@@ -147,7 +147,8 @@ def _time(
     for number, ((_, strategy), timing) in enumerate(timings([scene], wanted, deadline, share), start=1):
         for each in ordered[number : number + 1]:
             notify(number, len(ordered), each)
-        if timing is None:
+        if isinstance(timing, float):
+            found.left[strategy] = max(timing, found.left[strategy])
             continue
         del found.left[strategy]
         if isinstance(timing, str):

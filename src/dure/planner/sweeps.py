@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from dure.planner.candidates import Scene
 from dure.planner.ranking import Ranked, in_order, ranked
-from dure.planner.side_by_side import Deadline, timings
+from dure.planner.side_by_side import Deadline, Result, timings
 from dure.planner.timing import Timing
 from dure.runtime.virtual.accelerators import InsideLink
 from dure.runtime.virtual.cluster import Cluster, Link
@@ -187,12 +187,12 @@ def sweeps(scene: Scene, strategies: Sequence[str], deadline: Deadline) -> dict[
     found = dict(timings(scenes, wanted, deadline))
     for number, (name, value) in enumerate(nearest):
         timed = [(strategy, found[number, strategy]) for strategy in strategies]
-        if all(timing is not None for _, timing in timed):
+        if not any(isinstance(timing, float) for _, timing in timed):  # whose time was over
             swept[name].add(value, [_ranked(strategy, timing, scenes[number]) for strategy, timing in timed])
     return swept
 
 
-def _ranked(strategy: str, timing: Timing | str | None, scene: Scene) -> Ranked | None:
+def _ranked(strategy: str, timing: Result, scene: Scene) -> Ranked | None:
     return ranked(strategy, timing, scene) if isinstance(timing, Timing) else None
 
 

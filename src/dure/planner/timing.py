@@ -211,18 +211,27 @@ class Timing:
     exchanges: float = 0.0
 
 
-def timed(scene: Scene, strategy: str, *, trace: bool = False) -> Timing:
-    """Time `strategy` in `scene`. Raises `UsageError` where the strategy does not work there or does not fit."""
+LeastSeconds = Callable[[], float]
+"""The seconds that a step of all workers takes at least, by what a timing has simulated so far."""
+
+
+def timed(
+    scene: Scene, strategy: str, *, trace: bool = False, began: Callable[[LeastSeconds], None] = lambda least: None
+) -> Timing:
+    """Time `strategy` in `scene`. `began` receives a bound, which another thread may read, when steps are equal.
+
+    Raises `UsageError` where the strategy does not work there or does not fit.
+    """
     if strategy == ONE:
         return _one_machine(scene, trace=trace)
     setup = setup_in(scene, strategy, trace=trace)
     memory, simulated = largest_memory(setup), simulated_workers(setup, scene.cluster)
     cluster = _running(scene.cluster, setup.strategy)
-    outcome, stepped = _run(setup, cluster, simulated)
+    outcome, stepped = _run(scene, setup, cluster, simulated, began)
     while setup.topology.graph is not None and stepped.sendings < ENOUGH and setup.steps < MOST:
         # exchanges behind the computation that take many steps
         setup = setup_in(scene, strategy, trace=trace, steps=LONGER * setup.steps)
-        outcome, stepped = _run(setup, cluster, simulated)
+        outcome, stepped = _run(scene, setup, cluster, simulated, began)
     sizes, alike = setup.batch_sizes, setup.workers // simulated
     speed = alike * sum(sizes[setup.replica_of(worker)] * each for worker, each in stepped.steps_per_second().items())
     applied = speed * _applied(outcome.totals, stepped.count)
@@ -252,9 +261,22 @@ def _one_machine(scene: Scene, *, trace: bool) -> Timing:
     return replace(timing, seconds=steps * timing.seconds, bytes_per_step=steps * timing.bytes_per_step)
 
 
-def _run(setup: Setup, cluster: Cluster, simulated: int) -> tuple[Outcome, StepTimes]:
+def _run(
+    scene: Scene, setup: Setup, cluster: Cluster, simulated: int, began: Callable[[LeastSeconds], None]
+) -> tuple[Outcome, StepTimes]:
     stepped = StepTimes(_warm_of(setup.strategy, cluster), _period_of(setup.strategy))
-    return VirtualRun(setup, cluster, Callbacks(stepped=stepped), simulated).run(), stepped
+    run = VirtualRun(setup, cluster, Callbacks(stepped=stepped), simulated)
+    if _equal_steps(setup, cluster):
+        share = scene.batch / sum(setup.batch_sizes)
+        began(lambda: share * run.now / setup.steps)
+    return run.run(), stepped
+
+
+def _equal_steps(setup: Setup, cluster: Cluster) -> bool:
+    """Whether all steps last as long, and none applies fewer samples than all workers have."""
+    pipeline = pipeline_of(setup.strategy.partition)
+    flushes = pipeline is None or pipeline.flushes
+    return _in_step(setup) and flushes and _equal(cluster) and not isinstance(setup.sync, Periodic)
 
 
 def setup_in(scene: Scene, strategy: str, *, trace: bool = False, steps: int | None = None) -> Setup:

@@ -109,6 +109,12 @@ class VirtualRun:
         )
         self.history: list[Row] = []
         self.spans: list[Any] = []
+        self._segment: VirtualSegment | None = None
+
+    @property
+    def now(self) -> float:
+        """The virtual seconds of the run so far."""
+        return 0.0 if self._segment is None else self._segment.runtime.kernel.now
 
     def run(self, parts: Parts | None = None) -> Outcome:
         """Run from the start, or from the `parts` of a checkpoint, to the end of the work."""
@@ -118,6 +124,7 @@ class VirtualRun:
     def _run(self, parts: Parts | None) -> Outcome:
         segment = VirtualSegment(self, None) if parts is None else self._resume(parts)
         while True:
+            self._segment = segment
             try:
                 parts = segment.run()
             finally:
