@@ -62,12 +62,12 @@ def plan(name: str, within: float) -> dict[str, Any]:
     seconds = time.perf_counter() - start
     peak = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     answer = found.found.rows[0].timing.seconds
-    better = sum(least < answer for least in found.found.left.values())
+    better = [strategy for strategy, least in found.found.left.items() if least < answer]
     print(
         f"{name}: {workers} workers, {found.scene.model.replica.numel / 1e6:,.0f} million parameters: {seconds:.0f} s, "
         f"peak {peak / 1e6:.2f} GB of memory. {found.strategy}; {len(found.rows)} strategies work, "
         f"{len(found.found.refused)} do not, {len(found.found.left)} were not timed, "
-        f"{better} of them with a better bound.",
+        f"{len(better)} of them with a better bound ({', '.join(better) or 'none'}).",
         flush=True,
     )
     return {
@@ -75,7 +75,7 @@ def plan(name: str, within: float) -> dict[str, Any]:
         "seconds": seconds,
         "peak_gigabytes": peak / 1e6,
         "strategies": len(found.rows),
-        "better": better,
+        "better": len(better),
     }
 
 

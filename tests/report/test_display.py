@@ -16,7 +16,7 @@ RUN = {"on": "virtual", "workers": 2, "seed": 0}
 
 def rows(text):
     """The cells of each row of the tables, without their markup."""
-    found = re.findall(r"<tr>(.*?)</tr>", text, re.DOTALL)
+    found = re.findall(r"<tr>(.*?)</tr>", text.replace("<wbr>", ""), re.DOTALL)
     return [
         [" ".join(Outline(cell).text.split()) for cell in re.findall(r"<t[dh][^>]*>(.*?)</t[dh]>", row, re.DOTALL)]
         for row in found

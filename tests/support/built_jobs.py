@@ -21,6 +21,7 @@ def trained(job: Job, steps: int, seed: int = 0) -> nn.Module:
     """The job's model after `steps` of its optimizer."""
     module = job.build(seed)
     (sampler,) = job.samplers([job.batch_size], seed=seed)
+    torch.manual_seed(seed)  # for dropout
     optimizer = RULES[job.optimizer.name](module.parameters(), lr=job.optimizer.lr)
     for _ in range(steps):
         inputs, targets = job.train.batch(sampler.next())

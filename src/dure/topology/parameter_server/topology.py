@@ -216,7 +216,7 @@ class ServerTopology(Topology):
         |--------------------|------------------------------------------------------------------------------|
         | applied on arrival | the newest version and the next                                              |
         | in groups          | an update of each worker and their sum, the newest version and the one before |
-        | in groups, stale   | a group and its sum, a version for each worker, the newest                   |
+        | in groups, stale   | a group and its sum, a version for each worker, the newest and the next      |
         | of a coordinator   | the model, a sum of each worker, the method's vectors and the next one       |
 
         Corrections that compare keep a version for each worker, and a copy of the update.
@@ -226,7 +226,7 @@ class ServerTopology(Topology):
         if method.coordinated:
             at_once = plan.workers + 2 + len(method.vectors)
         elif method.ordered and method.stale:
-            at_once = plan.workers + 2 + method.group
+            at_once = plan.workers + 3 + method.group
         if any(correction.compares for correction in method.corrections):
             at_once += 1 if method.ordered else plan.workers + 1
         corrections = sum(kept_by(correction, plan.workers) for correction in method.corrections)
