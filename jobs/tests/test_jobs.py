@@ -21,7 +21,7 @@ PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text
 OFFERED = PROJECT["entry-points"]["dure.jobs"]
 NEEDS_DATA = {"mnist-mlp", "mnist-cnn", "cifar10-cnn", "vgg16", "embedding-text", "imdb-bert", "imdb-albert"}
 OPTIMIZERS = {"embedding-text": "adagrad", "vgg16": "momentum"} | dict.fromkeys(("imdb-bert", "imdb-albert"), "adamw")
-STEPS = {"vgg16": 100, "imdb-bert": 150, "imdb-albert": 200}
+STEPS = {"vgg16": 100, "imdb-bert": 150, "imdb-albert": 400}
 has_data = pytest.mark.skipif("DURE_DATA" not in os.environ, reason="DURE_DATA names no folder with data sets")
 
 
