@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dure.job.job import load_job
 from dure.partition.memory import MemoryUse
+from dure.planner.candidates import Scene
 from dure.planner.ranking import Ranked
-from dure.planner.sweeps import Sweep
+from dure.planner.side_by_side import Deadline
+from dure.planner.sweeps import Sweep, sweeps
 from dure.planner.timing import Timing
+from dure.runtime.virtual.cluster import Cluster
 
 
 def row(name: str, seconds: float, speed: float) -> Ranked:
@@ -29,3 +33,8 @@ def test_strategies_keep_their_places_where_others_do_not_work() -> None:
         "score": {"bsp": [50.0, None, 200.0, None], "downpour ps": [None, 150.0, 400.0, None]},
     }
     assert sweep.winners() == ["bsp", "downpour ps", "downpour ps", None]
+
+
+def test_a_sweep_has_no_point_whose_timings_had_no_time() -> None:
+    found = sweeps(Scene(load_job("digits-mlp"), Cluster.uniform(2), 64), ["bsp"], Deadline(-1.0))
+    assert [sweep.values()["at"] for sweep in found.values()] == [[], [], []]

@@ -643,6 +643,17 @@ def test_a_run_that_is_over_holds_no_data(strategy):
         gc.enable()
 
 
+def test_a_run_that_is_over_frees_its_nodes_while_its_owner_keeps_it():
+    def segments():
+        return sum(type(each) is VirtualSegment for each in gc.get_objects())
+
+    setup, cluster = resolve(TrainConfig(job="digits-mlp", on="virtual", workers=2, steps=3, timing_only=True))
+    before, run = segments(), VirtualRun(setup, cluster, Callbacks())
+    seconds = run.run().totals.seconds
+    assert segments() <= before
+    assert run.now == pytest.approx(seconds)
+
+
 # ---- learning rates
 
 

@@ -110,16 +110,21 @@ class VirtualRun:
         self.history: list[Row] = []
         self.spans: list[Any] = []
         self._segment: VirtualSegment | None = None
+        self._ended = 0.0
 
     @property
     def now(self) -> float:
         """The virtual seconds of the run so far."""
-        return 0.0 if self._segment is None else self._segment.runtime.kernel.now
+        segment = self._segment  # read once: another thread may ask while the run ends
+        return self._ended if segment is None else segment.runtime.kernel.now
 
     def run(self, parts: Parts | None = None) -> Outcome:
         """Run from the start, or from the `parts` of a checkpoint, to the end of the work."""
         with collecting_rarely(self.setup.workers):
-            return self._run(parts)
+            try:
+                return self._run(parts)
+            finally:  # before the collection, which frees the segment
+                self._ended, self._segment = self.now, None
 
     def _run(self, parts: Parts | None) -> Outcome:
         segment = VirtualSegment(self, None) if parts is None else self._resume(parts)
