@@ -1,8 +1,6 @@
-"""The costs of the collectives of accelerators against closed forms, and their bytes against a walk over the chunks."""
+"""The costs of the collectives of accelerators against worked numbers (others are among the oracles)."""
 
 from __future__ import annotations
-
-from collections import Counter
 
 import pytest
 
@@ -33,54 +31,11 @@ def test_two_levels_are_rings_inside_and_over_the_cards():
     assert two_level(32 * 10**9, levels(4, 8)) == pytest.approx(START + inside + across)
 
 
-@pytest.mark.parametrize("hosts", [2, 4, 16])
-@pytest.mark.parametrize("ranks", [2, 8])
-def test_two_levels_beat_a_ring_for_large_messages_only_where_the_inner_bandwidth_exceeds_hosts_times_the_cards(
-    hosts, ranks
-):
-    nbytes, card = 10**15, 10e9
-    for factor, faster in ((1.01, True), (0.99, False)):
-        found = levels(hosts, ranks, inside=factor * hosts * card, across=card)
-        assert (two_level(nbytes, found) < ring(nbytes, found)) is faster
-
-
 def test_the_engine_takes_a_tree_for_small_messages_of_many_ranks_and_a_ring_for_large_ones():
     found = levels(128, 4)
     for nbytes, way in ((10_000, tree), (10**9, ring)):
         assert cost("all_reduce", nbytes // 4, found).seconds == way(nbytes, found)
     assert tree(10**9, found) == pytest.approx(START + 2 * 28e-6 + 7 * 50e-6 + 2e9 / (TREE_RATE * 10e9))
-
-
-def walked(numel: int, hosts: int, ranks: int) -> tuple[Counter[tuple[int, int]], Counter[int]]:
-    """Bytes over the link of each rank to its right in its host, and over each card, by walking over all chunks."""
-    inside: Counter[tuple[int, int]] = Counter()
-    cards: Counter[int] = Counter()
-    own = [len(range(i, numel, ranks)) * 4 for i in range(ranks)]
-    for host in range(hosts):
-        for _ in range(2):  # reduce-scatter, all-gather
-            for chunk in range(ranks):
-                for step in range(ranks - 1):
-                    inside[host, (chunk + step) % ranks] += own[chunk]
-        for chunk in range(ranks):
-            parts = [len(range(i, own[chunk] // 4, hosts)) * 4 for i in range(hosts)]
-            for part in range(hosts):
-                for step in range(hosts - 1):
-                    cards[(part + step) % hosts] += 2 * parts[part] * (host == 0)
-    return inside, cards
-
-
-@pytest.mark.parametrize("numel", [32 * 1000, 32 * 1000 + 13])
-def test_the_bytes_of_two_levels_of_4_hosts_of_8_are_exact_on_every_link(numel):
-    found = cost("all_reduce", numel, levels(4, 8), algorithm="hierarchical")
-    inside, cards = walked(numel, 4, 8)
-    over_cards = [sum(found.sent[8 * h : 8 * h + 8]) - sum(found.local[8 * h : 8 * h + 8]) for h in range(4)]
-    assert sum(found.local) == sum(inside.values())
-    assert sum(over_cards) == sum(cards.values())
-    if numel % 32 == 0:
-        assert list(found.local) == [inside[h, r] for h in range(4) for r in range(8)]
-        assert over_cards == [cards[h] for h in range(4)] == [2 * 3 * numel * 4 // 4] * 4
-    assert sum(found.received) == sum(found.sent)
-    assert sum(found.local_received) == sum(found.local)
 
 
 def test_the_bytes_of_a_ring_leave_a_host_once_in_each_round():

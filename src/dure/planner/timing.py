@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -43,6 +43,14 @@ if TYPE_CHECKING:
     from dure.run.setup import Setup
     from dure.runtime.virtual.cluster import Cluster
     from dure.sync.worker_state import WorkerState
+
+
+class Window(NamedTuple):
+    """A run of `steps`, of which whole periods count after the first `warm` ones."""
+
+    warm: int
+    period: int
+    steps: int
 
 
 class StepTimes:
@@ -90,6 +98,17 @@ class StepTimes:
         first, count = self._window(next(iter(self._until_the_end().values())))
         sent = self._sent[first : first + count + 1]
         return sum(after > before for before, after in pairwise(sent))
+
+    @property
+    def equal_periods(self) -> bool:
+        """Whether the periods that count last equally long at each worker."""
+        for times in self._until_the_end().values():
+            first, count = self._window(times)
+            ends = times[first : first + count + 1 : self._period]
+            lengths = [after - before for before, after in pairwise(ends)]
+            if max(lengths, default=0.0) > (1 + UNEQUAL) * min(lengths, default=0.0):
+                return False
+        return True
 
     def steps_per_second(self) -> dict[int, float]:
         """The speed of each worker."""
@@ -185,6 +204,10 @@ ENOUGH, LONGER, MOST = 8, 8, 4000
 """Steps with messages that suffice, factor of the steps where there are fewer, and steps that are not multiplied."""
 
 
+COMPARED, UNEQUAL = 3, 1e-3
+"""Periods of a short window, and the share by which the longest may exceed the shortest."""
+
+
 @dataclass(frozen=True, slots=True)
 class Timing:
     """A strategy in a scene, in virtual time. `seconds` are those of a step of all workers.
@@ -224,14 +247,16 @@ def timed(
     """
     if strategy == ONE:
         return _one_machine(scene, trace=trace)
-    setup = setup_in(scene, strategy, trace=trace)
-    memory, simulated = largest_memory(setup), simulated_workers(setup, scene.cluster)
-    cluster = _running(scene.cluster, setup.strategy)
-    outcome, stepped = _run(scene, setup, cluster, simulated, began)
+    for window in _windows(config_of(scene, strategy).chosen(), scene.cluster):
+        setup = setup_in(scene, strategy, trace=trace, steps=window.steps)
+        outcome, stepped = _run(scene, setup, window, began)
+        if stepped.equal_periods:
+            break
     while setup.topology.graph is not None and stepped.sendings < ENOUGH and setup.steps < MOST:
         # exchanges behind the computation that take many steps
         setup = setup_in(scene, strategy, trace=trace, steps=LONGER * setup.steps)
-        outcome, stepped = _run(scene, setup, cluster, simulated, began)
+        outcome, stepped = _run(scene, setup, window, began)
+    memory, simulated = largest_memory(setup), simulated_workers(setup, scene.cluster)
     sizes, alike = setup.batch_sizes, setup.workers // simulated
     speed = alike * sum(sizes[setup.replica_of(worker)] * each for worker, each in stepped.steps_per_second().items())
     applied = speed * _applied(outcome.totals, stepped.count)
@@ -262,9 +287,10 @@ def _one_machine(scene: Scene, *, trace: bool) -> Timing:
 
 
 def _run(
-    scene: Scene, setup: Setup, cluster: Cluster, simulated: int, began: Callable[[LeastSeconds], None]
+    scene: Scene, setup: Setup, window: Window, began: Callable[[LeastSeconds], None]
 ) -> tuple[Outcome, StepTimes]:
-    stepped = StepTimes(_warm_of(setup.strategy, cluster), _period_of(setup.strategy))
+    stepped = StepTimes(window.warm, window.period)
+    cluster, simulated = _running(scene.cluster, setup.strategy), simulated_workers(setup, scene.cluster)
     run = VirtualRun(setup, cluster, Callbacks(stepped=stepped), simulated)
     if _equal_steps(setup, cluster):
         share = scene.batch / sum(setup.batch_sizes)
@@ -326,6 +352,22 @@ def _steps(strategy: Strategy, cluster: Cluster) -> int:
     # fast workers end before slow ones have done the step after the last period, which would then not count
     spare = period if together and uneven and period > 1 else 0
     return _warm_of(strategy, cluster) + period * math.ceil(least / period) + 1 + spare
+
+
+def _windows(strategy: Strategy, cluster: Cluster) -> list[Window]:
+    """The windows to try, until the periods of one are equal; those of the last one count as they are.
+
+    A pipeline repeats its order after as many micro-batches as it has stages, and is full after twice as many. Where
+    its messages take longer than its computation, they queue for more mini-batches than that.
+    """
+    usual = Window(_warm_of(strategy, cluster), _period_of(strategy), _steps(strategy, cluster))
+    pipeline = pipeline_of(strategy.partition)
+    if pipeline is None or pipeline.flushes or not (_together(strategy) and _equal(cluster)):
+        return [usual]
+    stages, micro = pipeline.stages, pipeline.micro_batches
+    warm, period = 1 + math.ceil(2 * stages / micro), stages // math.gcd(stages, micro)
+    short = Window(warm, period, warm + COMPARED * period + 1)
+    return [short, usual] if short.steps < usual.steps and not isinstance(strategy.sync, Periodic) else [usual]
 
 
 def _running(cluster: Cluster, strategy: Strategy) -> Cluster:

@@ -1,4 +1,4 @@
-"""The end of a step whose buckets leave during backward, against a simulation in small steps of time."""
+"""The end of a step whose buckets leave during backward; `tests/oracles/test_accelerators.py` simulates it."""
 
 from __future__ import annotations
 
@@ -12,52 +12,16 @@ from dure.runtime.virtual.accelerators import LIBRARIES, AcceleratorEngine, slow
 from dure.runtime.virtual.buckets import Computed, end_of_step
 
 BYTES_PER_SECOND, START = 1e9, 1e-3
-DT = 2e-5
 
 
 def all_reduce(nbytes: float) -> float:
     return START + nbytes / BYTES_PER_SECOND
 
 
-def simulated(shape, seconds, engine, groups):
-    """March through a step of one rank; `groups` has the bytes of each bucket and the tensor that completes it."""
-    backward = 1 - shape.backward - shape.update
-    ready = [(backward + shape.backward * each.done) * seconds for each in shape.tensors]
-    end = (1 - shape.update) * seconds
-    waiting = [(nbytes, ready[last]) for nbytes, last in groups]
-    now = work = 0.0
-    left, moved = 0.0, 0.0
-    while waiting or left > 0 or work < end - DT / 2:
-        if left <= 0 and waiting and work >= waiting[0][1] - DT / 2:
-            nbytes, _ = waiting.pop(0)
-            left, moved = all_reduce(nbytes), 0.0
-        if left > 0:
-            work += 0.0 if moved < START else DT / (1 + engine.contention)
-            left, moved = left - DT, moved + DT
-        else:
-            work += DT
-        now += DT
-    return now + shape.update * seconds
-
-
 def tensors(sizes, seconds_of_blocks):
     whole = sum(seconds_of_blocks)
     done = itertools.accumulate(each / whole for each in seconds_of_blocks)
     return tuple(GradientTensor(n, size, share) for n, (size, share) in enumerate(zip(sizes, done, strict=True)))
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_five_blocks_end_as_in_a_simulation_of_small_steps(seed):
-    rng = np.random.default_rng(seed)
-    sizes = rng.integers(1e6, 3e7, size=5).tolist()
-    shape = StepShape(0.6, 0.05, tensors(sizes, rng.uniform(0.1, 1, size=5).tolist()))
-    engine = AcceleratorEngine(library="ddp", bucket=1, spread=0, contention=float(rng.choice([0, 0.3])), start=START)
-    bare = engine.rules._replace(tensor=0.0)
-    groups = [(4 * size, n) for n, size in enumerate(sizes)]
-    seconds = float(rng.uniform(0.05, 0.3))
-    found = end_of_step(shape, [Computed(0.0, seconds)], 1, engine, 4, all_reduce)
-    expected = simulated(shape, seconds, engine, groups) + 5 * (engine.rules.tensor - bare.tensor)
-    assert found == pytest.approx(expected, abs=3e-4 + 10 * DT)
 
 
 def even(parts, numel):
