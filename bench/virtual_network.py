@@ -329,8 +329,8 @@ def read(rows: Path) -> dict[str, list[dict[str, Any]]]:
 def predicted(cluster: Cluster, setting: Setting, compute: list[float], hosts: int) -> list[float]:
     """Seconds per step of `setting` in virtual time, with several seeds; `compute` is what steps have taken."""
     steps = LogNormal(seconds=statistics.mean(compute), sigma=float(np.std(np.log(compute))))
-    machines = cluster.machines[0].model_copy(update={"compute": steps, "count": hosts})
-    here = cluster.model_copy(update={"machines": (machines,)})
+    machines = cluster.machines[0].changed(compute=steps, count=hosts)
+    here = cluster.changed(machines=(machines,))
     times = []
     with tempfile.TemporaryDirectory() as folder:
         for seed in range(RUNS_VIRTUAL):

@@ -213,7 +213,7 @@ def test_a_run_with_the_remedy_for_an_event_survives_it(strategy, remedy, mended
 @pytest.mark.parametrize("detection", [0.0, 0.3])
 def test_a_crash_is_noticed_when_the_cluster_file_says(detection):
     """The others wait for the dead worker's gradient of step 11 from 0.11 s on, until 0.105 s and `detection`."""
-    cluster = machines(3, Event(at=0.105, kind="crash", worker=1)).model_copy(update={"detection": detection})
+    cluster = machines(3, Event(at=0.105, kind="crash", worker=1)).changed(detection=detection)
     run = virtual("quadratic", "bsp ps", cluster, steps=20)
     assert run.seconds == pytest.approx(max(0.11, 0.105 + detection) + 0.09, abs=1e-3)
 
@@ -223,7 +223,7 @@ def test_headers_and_plain_values_are_as_large_as_the_cluster_file_says():
 
     def seconds(**sizes: int) -> tuple[float, int]:
         link = Link(bandwidth=1e6, latency=0.0)
-        run = virtual("quadratic", "downpour ps", machines(1).model_copy(update={"link": link, **sizes}), steps=5)
+        run = virtual("quadratic", "downpour ps", machines(1).changed(link=link, **sizes), steps=5)
         return run.seconds, 2 * run.summary["messages"]  # each is answered
 
     (bare, messages), (headed, _) = seconds(header=0), seconds(header=100)

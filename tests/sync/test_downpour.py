@@ -294,7 +294,7 @@ def test_at_once_one_worker_makes_the_same_steps_with_half_the_messages(topology
 
 def test_at_once_a_step_takes_a_latency_there_and_one_back():
     """Rather than two of each: a gradient takes 10 ms, a message 5 ms."""
-    cluster = machines(1).model_copy(update={"link": Link(bandwidth=1e12, latency=5e-3)})
+    cluster = machines(1).changed(link=Link(bandwidth=1e12, latency=5e-3))
     apart, once = (virtual("quadratic", f"downpour{how} ps", cluster, steps=50) for how in ("", ":at_once=true"))
     assert apart.seconds == pytest.approx(50 * 0.030, abs=0.05)
     assert once.seconds == pytest.approx(50 * 0.020, abs=0.05)

@@ -6,7 +6,7 @@ for the values once aliases are replaced. The largest files are traces and profi
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Self
@@ -125,6 +125,10 @@ class Validated(BaseModel):
     def changed(self, **values: Any) -> Self:
         """This description with other values: made anew, as a copy would keep properties that depend on the values."""
         return type(self)(**{name: getattr(self, name) for name in type(self).model_fields} | values)
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """As `changed`; pydantic's own copies those properties. Parts are frozen, so a `deep` copy shares them too."""
+        return self.changed(**update or {})
 
 
 def _fault(model: type[BaseModel], detail: ErrorDetails) -> FieldError:

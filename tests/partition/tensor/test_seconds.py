@@ -42,7 +42,7 @@ class Case(NamedTuple):
     @property
     def cluster(self) -> Cluster:
         link = Link(bandwidth=f"{self.bandwidth} Gbit/s", latency="0.1 ms")
-        return Cluster.from_yaml(HOSTS).model_copy(update={"link": link})
+        return Cluster.from_yaml(HOSTS).changed(link=link)
 
     @property
     def split(self) -> float:

@@ -494,3 +494,12 @@ def test_a_measured_description_assumes_nothing():
     said = Cluster(machines=[{"compute": {"seconds": "10 ms"}}], hosts=("vm",)).basis()
     assert "Assumed" not in said
     assert "How wrong the seconds are on vm" in said
+
+
+def test_a_copy_has_the_properties_of_its_own_values():
+    few = Cluster.uniform(2)
+    assert (few.workers, few.machine_of(1)) == (2, 1)
+    many = few.model_copy(update={"machines": (Machines(count=5),)})
+    assert (many.workers, many.machine_of(4)) == (5, 4)
+    with raising(ClusterError, "card"):
+        few.model_copy(update={"card": Card(count=2)})

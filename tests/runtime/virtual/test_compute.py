@@ -34,7 +34,7 @@ def stream(compute: Compute, count: int, seed: int = 0, flops: float = 0.0) -> l
 
 @pytest.mark.parametrize("name", RANDOM)
 def test_the_factor_has_mean_one(name: str) -> None:
-    compute = RANDOM[name].model_copy(update={"seconds": 0.02})
+    compute = RANDOM[name].changed(seconds=0.02)
     drawn = np.array(stream(compute, 60_000))
     error = drawn.std() / np.sqrt(len(drawn))
     assert abs(drawn.mean() - 0.02) < 3 * error

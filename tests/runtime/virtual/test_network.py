@@ -534,7 +534,7 @@ def test_incast_of_two_workers_per_host_fills_the_server_s_card_or_the_hosts(fas
     the hosts' cards to carry 2 each."""
     server = ServerMachines(link=Link(bandwidth=faster * 1e6, latency=0))
     wires = Wires(workers=4, servers=1, per_host=2)
-    wires.cluster = wires.cluster.model_copy(update={"servers": server})
+    wires.cluster = wires.cluster.changed(servers=server)
     wires.network = Network(wires.cluster, wires.kernel, placed(wires.cluster, 1))
     for worker in range(4):
         ends = (f"worker {worker}", "server 0")

@@ -149,7 +149,7 @@ def test_one_worker_and_one_server_hand_over() -> None:
 
 def test_a_server_shares_the_workers_cores() -> None:
     """One core for all: what a process does, the others wait for. No latency, so no core is ever idle."""
-    cluster = one_host(2, 1).model_copy(update={"link": Link(latency=0.0)})
+    cluster = one_host(2, 1).changed(link=Link(latency=0.0))
     longer, shorter = (seconds("downpour", cluster, steps) for steps in (60, 20))
     assert (longer - shorter) / 40 == pytest.approx(2 * (STEP + 8 * ALPHA), rel=0.01)
 

@@ -138,12 +138,12 @@ def described(found: Figures, workers: int) -> Cluster:
     machines = [_machines(kind, alpha, cores, found["flops"]) for kind in kinds]
     if alone:
         (kind,) = machines
-        machines = [kind.model_copy(update={"count": workers, "memory": _whole_megabytes(kind.memory or 0, workers)})]
+        machines = [kind.changed(count=workers, memory=_whole_megabytes(kind.memory or 0, workers))]
     most = max(machines, key=lambda kind: kind.count)
     inside = max((kind for kind in machines if kind.inside), key=lambda kind: kind.count, default=most).inside
     link = most.link or Link()
     if len(kinds) == 1:  # the keys of the cluster say it for all machines
-        machines = [most.model_copy(update={"link": None, "inside": None})]
+        machines = [most.changed(link=None, inside=None)]
     cluster = Cluster(
         machines=machines,
         servers=ServerMachines(cores=cores),
@@ -181,9 +181,7 @@ def one_host(cluster: Cluster, found: Figures, workers: int) -> Cluster:
         steps = described_steps(runs["steps"])
         own = steps.seconds * min(1.0, cores / workers)
         more["machines"] = (
-            cluster.machines[0].model_copy(
-                update={"compute": LogNormal(seconds=_rounded(own), sigma=_rounded(steps.sigma))}
-            ),
+            cluster.machines[0].changed(compute=LogNormal(seconds=_rounded(own), sigma=_rounded(steps.sigma))),
         )
     rounds = {
         name: _round(runs[name], found["numel"], workers, byte)
@@ -195,10 +193,8 @@ def one_host(cluster: Cluster, found: Figures, workers: int) -> Cluster:
             ("all_reduce", "gradient"), _round_of_curve(found["collectives"]["all_reduce"], found["members"])
         )
     host = SharedHost(cores=cores, **rounds)
-    link = cluster.link.model_copy(update={"latency": _rounded(wake)})
-    return cluster.model_copy(
-        update={**more, "host": host, "link": link, "alpha": _rounded(alpha), "beta": _rounded(beta)}
-    )
+    link = cluster.link.changed(latency=_rounded(wake))
+    return cluster.changed(host=host, link=link, alpha=_rounded(alpha), beta=_rounded(beta), **more)
 
 
 def _round(seconds: float, numel: int, workers: int, byte: float) -> RoundCost:

@@ -96,7 +96,7 @@ def probe(
             found["runs"] = short_runs(name, data, workers, statistics.median(found["compute"][0]))
     found["stragglers"] = stragglers(found)
     found["advice"] = advice(found)
-    cluster = described(found, workers).model_copy(update={"hosts": tuple(found["names"])})
+    cluster = described(found, workers).changed(hosts=tuple(found["names"]))
     if job is not None:
         cluster = cluster.referred(job.batch_size * job.flops_per_sample)
     found["cluster"] = cluster
