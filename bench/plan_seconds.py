@@ -25,11 +25,11 @@ from _script import ROOT, parse, told
 
 import dure
 from dure.job.job import Job, load_job
+from dure.job.shapes.images import vgg16
 from dure.runtime.virtual.accelerators import InsideLink
 from dure.runtime.virtual.cluster import Cluster, Link, Machines
 from dure.runtime.virtual.compute import Constant
 from dure_jobs.transformers import base_shapes
-from dure_jobs.vgg16 import vgg16_shapes
 
 RACK = ROOT / "examples/clusters/ten_gigabit_rack.yaml"
 
@@ -47,7 +47,7 @@ def gpt() -> Job:
 
 PLANS: dict[str, tuple[Callable[[], Job], Callable[[], Cluster], int]] = {
     "bert": (lambda: base_shapes("bert"), lambda: machines(8, 5e13, 32 * 10**9), 64),
-    "vgg": (vgg16_shapes, lambda: Cluster.from_yaml(RACK), 8),
+    "vgg": (vgg16, lambda: Cluster.from_yaml(RACK), 8),
     "gpt": (gpt, lambda: machines(32, 1e14, 80 * 10**9), 256),
     "digits": (lambda: load_job("digits-mlp"), lambda: Cluster.uniform(2), 2),
 }

@@ -22,7 +22,7 @@ import dure
 from dure.core.catalogue import load, paper
 from dure.core.spec_text import value_text
 from dure.job.job import Job
-from dure.job.names import BUILT_IN
+from dure.job.names import BUILT_IN, SHAPES
 from dure.job.optimizer import OptimizerSpec
 from dure.run.strategy import REMEDY
 from dure.run.strategy import catalogue as one_catalogue
@@ -238,6 +238,12 @@ def test_the_guide_lists_every_job_and_its_parameters():
         own.pop("data_root", None)
         told = [f"{key}={value_text(each.default)}" if each.default != "" else key for key, each in own.items()]
         assert re.findall(r"`([^`]+)`", parameters) == told, name
+
+
+def test_the_guide_names_every_published_model():
+    text = (ROOT / "docs" / "guide.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`.*`) \|", text.partition("### Published models")[2].partition("\n#")[0], re.MULTILINE)
+    assert [name for row in rows for name in re.findall(r"`([^`]+)`", row)] == [*SHAPES]
 
 
 def test_the_page_on_reinforcement_learning_tells_every_setting():

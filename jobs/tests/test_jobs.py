@@ -19,9 +19,11 @@ from dure.job.names import DURE_JOBS, function_of, known_jobs, may_have_companio
 
 PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 OFFERED = PROJECT["entry-points"]["dure.jobs"]
-NEEDS_DATA = {"mnist-mlp", "mnist-cnn", "cifar10-cnn", "vgg16", "embedding-text", "imdb-bert", "imdb-albert"}
-OPTIMIZERS = {"embedding-text": "adagrad", "vgg16": "momentum"} | dict.fromkeys(("imdb-bert", "imdb-albert"), "adamw")
-STEPS = {"vgg16": 100, "imdb-bert": 150, "imdb-albert": 400}
+NEEDS_DATA = {"mnist-mlp", "mnist-cnn", "cifar10-cnn", "cifar10-vgg16", "embedding-text", "imdb-bert", "imdb-albert"}
+OPTIMIZERS = {"embedding-text": "adagrad", "cifar10-vgg16": "momentum"} | dict.fromkeys(
+    ("imdb-bert", "imdb-albert"), "adamw"
+)
+STEPS = {"cifar10-vgg16": 100, "imdb-bert": 150, "imdb-albert": 400}
 has_data = pytest.mark.skipif("DURE_DATA" not in os.environ, reason="DURE_DATA names no folder with data sets")
 
 

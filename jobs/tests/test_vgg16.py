@@ -1,4 +1,4 @@
-"""The job `vgg16`: shapes of the paper, any width, images of two sizes."""
+"""The job `cifar10-vgg16`: shapes of the paper, any width, images of two sizes."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from torch import nn
 import dure
 from dure.errors import UsageError
 from dure.job.job import load_job
-from dure_jobs.vgg16 import convnet, network
+from dure.job.shapes.images import vgg, vgg16
 
 RECORD = bytes([10]) * 1024 + bytes([20]) * 1024 + bytes([30]) * 1024
 
@@ -32,9 +32,9 @@ def parameters(module: nn.Module) -> int:
 
 def test_the_whole_network_has_the_size_of_the_paper() -> None:
     with torch.device("meta"):
-        whole = network(width=1, size=224, classes=1000)
-    assert parameters(whole) == parameters(convnet()) == 138_357_544
-    assert [each.shape for each in whole.parameters()] == [each.shape for each in convnet().parameters()]
+        whole = vgg(width=1, size=224, classes=1000)
+    assert parameters(whole) == 138_357_544
+    assert [each.shape for each in whole.parameters()] == [each.shape for each in vgg16().model().parameters()]
     features, classifier = whole[:31], whole[31:]
     assert features(torch.empty(2, 3, 224, 224, device="meta")).shape == (2, 512, 7, 7)
     assert classifier(torch.empty(2, 512, 7, 7, device="meta")).shape == (2, 1000)
@@ -42,7 +42,7 @@ def test_the_whole_network_has_the_size_of_the_paper() -> None:
 
 
 def test_width_is_a_factor_of_channels_and_units(root: Path) -> None:
-    module = load_job("vgg16", data_root=root, width=1 / 16, classes=12).build()
+    module = load_job("cifar10-vgg16", data_root=root, width=1 / 16, classes=12).build()
     channels = [each.out_channels for each in module if isinstance(each, nn.Conv2d)]
     assert channels == [4, 4, 8, 8, 16, 16, 16, 32, 32, 32, 32, 32, 32]
     shapes = [tuple(each.weight.shape) for each in module if isinstance(each, nn.Linear)]
@@ -51,7 +51,7 @@ def test_width_is_a_factor_of_channels_and_units(root: Path) -> None:
 
 
 def test_the_default_job_has_real_values(root: Path) -> None:
-    job = load_job("vgg16", data_root=root)
+    job = load_job("cifar10-vgg16", data_root=root)
     module = job.build()
     assert parameters(module) == 2_112_730
     inputs, targets = job.train.batch(torch.arange(20))
@@ -63,7 +63,7 @@ def test_the_default_job_has_real_values(root: Path) -> None:
 
 
 def test_images_are_enlarged_as_they_are_read(root: Path) -> None:
-    small, large = (load_job("vgg16", data_root=root, width=1 / 32, size=size) for size in (32, 64))
+    small, large = (load_job("cifar10-vgg16", data_root=root, width=1 / 32, size=size) for size in (32, 64))
     rows = torch.tensor([3, 17])
     images, labels = small.train.batch(rows)
     enlarged, same = large.train.batch(rows)
@@ -76,7 +76,7 @@ def test_images_are_enlarged_as_they_are_read(root: Path) -> None:
 
 
 def test_features_and_classifier_in_two_stages_are_one_worker(root: Path) -> None:
-    job = load_job("vgg16", data_root=root, width=1 / 32, dtype="float64", batch_size=4)
+    job = load_job("cifar10-vgg16", data_root=root, width=1 / 32, dtype="float64", batch_size=4)
     one = virtual(job, "bsp", workers=1, steps=3)
     pipeline = virtual(job, "bsp gpipe:stages=2,micro=2,cuts=31", workers=2, steps=3)
     assert (pipeline.params - one.params).abs().max() < 1e-12
@@ -94,4 +94,4 @@ def test_features_and_classifier_in_two_stages_are_one_worker(root: Path) -> Non
 )
 def test_settings_that_cannot_be_are_explained(root: Path, settings: dict[str, object], said: str) -> None:
     with raising(UsageError, said):
-        load_job("vgg16", data_root=root, **settings)
+        load_job("cifar10-vgg16", data_root=root, **settings)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from dure.cli.main import main
-from dure_jobs.vgg16 import convnet
+from dure.job.shapes.images import vgg16
 from dure_studies import one_weird_trick
 
 
@@ -31,7 +31,7 @@ def test_the_rows_agree_with_the_formulas(monkeypatch, capsys):
 
 def test_the_formula_counts_pairs_of_dense_layers():
     """VGG-16: 14,714,688 parameters in convolutions, 25,088 features, one pair with 4,096 outputs; W = 2, T = 1."""
-    assert one_weird_trick.bytes_of(convnet(), workers=2, samples=1, itemsize=4) == {
+    assert one_weird_trick.bytes_of(vgg16().model(), workers=2, samples=1, itemsize=4) == {
         "data": 8 * 138_357_544,
         **dict.fromkeys(("gather", "turns", "mixed"), 8 * (14_714_688 + 2 * (25_088 + 4_096))),
     }

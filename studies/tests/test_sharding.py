@@ -10,30 +10,30 @@ from support.imbalance import imbalance
 
 from dure.cli.main import main
 from dure.job.replica import Layer, Replica
+from dure.job.shapes.images import vgg16
 from dure.runtime.virtual.cluster import Cluster
 from dure.topology.parameter_server.topology import split
-from dure_jobs.vgg16 import convnet, vgg16_shapes
 from dure_studies import namespaces, sharding, sharding_accuracy, sharding_real, sharding_virtual
 from dure_studies.sharding import PAPER, _row
 from dure_studies.sharding_virtual import Course
 
 
 def test_vgg16_has_the_published_shapes():
-    replica = Replica(convnet())
+    replica = Replica(vgg16().model())
     assert replica.numel == 138_357_544
     largest = max(layer.numel for layer in replica.layers)
     assert largest == 7 * 7 * 512 * 4096
 
 
 def test_vgg16_is_as_uneven_as_its_largest_layer():
-    replica = Replica(convnet())
+    replica = Replica(vgg16().model())
     for servers, uneven in ((1, 1.0), (2, 1.485), (4, 2.971), (8, 5.942)):
         assert imbalance(split(replica.layers, replica.numel, servers, by="layer")) == pytest.approx(uneven, abs=1e-3)
 
 
 def test_operations_of_vgg16_are_counted_without_values():
     expected = 92.6e9  # three times 15.5 multiply-adds, twice each
-    assert vgg16_shapes().flops_per_sample == pytest.approx(expected, rel=0.01)
+    assert vgg16().flops_per_sample == pytest.approx(expected, rel=0.01)
 
 
 def printed_result(capsys, *flags):
@@ -67,7 +67,7 @@ def test_one_compute_time_explains_both_figures(tmp_path, monkeypatch, capsys):
 def test_servers_carry_what_they_hold(monkeypatch):
     monkeypatch.setattr(sharding_virtual, "STEPS", 2)
     monkeypatch.setattr(sharding_virtual, "SERVERS", (1, 4))
-    jobs = {"VGG-16": vgg16_shapes(), "equal layers": sharding_virtual.equal_layers()}
+    jobs = {"VGG-16": vgg16(), "equal layers": sharding_virtual.equal_layers()}
     found = sharding_virtual.rows_by_servers(jobs, "downpour", "separate", 3.0)
     one, uneven, _, equal = found
     assert [(row["model"], row["servers"]) for row in found] == [(model, n) for model in jobs for n in (1, 4)]
@@ -83,7 +83,7 @@ def test_servers_carry_what_they_hold(monkeypatch):
 def test_the_work_of_a_server_is_told_apart_from_its_messages(monkeypatch):
     monkeypatch.setattr(sharding_virtual, "STEPS", 2)
     monkeypatch.setattr(sharding_virtual, "SERVERS", (1,))
-    (row,) = sharding_virtual.rows_by_servers({"VGG-16": vgg16_shapes()}, "bsp", "separate", 3.0)
+    (row,) = sharding_virtual.rows_by_servers({"VGG-16": vgg16()}, "bsp", "separate", 3.0)
     work = row["memory"]["seconds"] - row["memory"]["seconds_without_updates"]
     assert work == pytest.approx(8 * 4 * 138_357_544 * Cluster().gamma, rel=0.01)
 
@@ -152,7 +152,7 @@ def test_what_cannot_be_reproduced_is_said(name, place, word, capsys):
 
 def test_without_communication_shards_do_not_matter():
     """The fit is to the network's part: where computing is all, the ratio tends to one."""
-    course = Course(vgg16_shapes(), "bsp", "separate", 3000.0)
+    course = Course(vgg16(), "bsp", "separate", 3000.0)
     assert _row(8, course.seconds)["ratio"] == pytest.approx(1, abs=2e-3)
 
 

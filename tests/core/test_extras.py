@@ -66,7 +66,12 @@ def test_the_core_trains_plans_and_attaches_and_each_extra_is_named(tmp_path):
     for name, extra in {"apex": "rl", "tensorboard": "tensorboard", "report": "report", "plan": "report"}.items():
         assert results[name].startswith("UsageError: "), results[name]
         assert f'pip install "dure[{extra}]"' in results[name]
-    for command in (["train", "mnist-mlp"], ["plan", "mnist-mlp"], ["probe", "vgg16"], ["compare", "vgg16"]):
+    for command in (
+        ["train", "mnist-mlp"],
+        ["plan", "mnist-mlp"],
+        ["probe", "cifar10-vgg16"],
+        ["compare", "cifar10-vgg16"],
+    ):
         refused = run(python, "-m", "dure", *command, folder=tmp_path)
         assert (refused.returncode, refused.stderr.count("pip install dure-jobs")) == (2, 1), refused.stderr
     refused = run(python, "-m", "dure", "report", "virtual", folder=tmp_path)

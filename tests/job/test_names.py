@@ -94,7 +94,10 @@ def test_a_name_of_two_distributions_without_a_name_is_refused(site):
 
 def test_a_job_of_a_missing_distribution_is_named_with_its_remedy(site, monkeypatch):
     monkeypatch.setattr(names, "version", missing)
-    assert names.unknown("vgg16") == "the job vgg16 is part of dure-jobs, which is not installed: pip install dure-jobs"
+    assert (
+        names.unknown("cifar10-vgg16")
+        == "the job cifar10-vgg16 is part of dure-jobs, which is not installed: pip install dure-jobs"
+    )
 
 
 def missing(name):
@@ -103,5 +106,5 @@ def missing(name):
 
 def test_a_job_that_an_older_distribution_lacks_is_named_with_the_version(site):
     offer(site, "dure-jobs", {"mnist-mlp": "curves:curved"})
-    said = "the job vgg16 is part of dure-jobs, and dure-jobs 0.1.0 has none of this name: "
-    assert names.unknown("vgg16") == f"{said}pip install --upgrade dure-jobs"
+    said = "the job cifar10-vgg16 is part of dure-jobs, and dure-jobs 0.1.0 has none of this name: "
+    assert names.unknown("cifar10-vgg16") == f"{said}pip install --upgrade dure-jobs"

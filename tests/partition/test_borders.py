@@ -11,9 +11,9 @@ from dure.errors import UsageError
 from dure.job.data.dataset import called
 from dure.job.models.mlp import mlp
 from dure.job.replica import Replica
+from dure.job.shapes.images import vgg16
 from dure.partition.borders import Border, BorderTensor
 from dure.partition.layout import StageLayout
-from dure_jobs.vgg16 import vgg16_shapes
 
 
 class Split(nn.Linear):
@@ -182,7 +182,7 @@ def test_cuts_by_profile_balance_the_operations_of_the_stages():
 
 
 def test_a_model_without_values_is_measured_too():
-    job = vgg16_shapes()
+    job = vgg16()
     layout = StageLayout(job, dure.GPipe(stages=2), Replica(job.build()))
     (tensor,) = layout.border(0, 2).tensors
     assert (tensor.dtype, tensor.gradient) == (torch.float32, True)

@@ -10,8 +10,8 @@ from torch import nn
 
 from dure.errors import StrategyError
 from dure.job.models.mlp import mlp
+from dure.job.shapes.images import vgg16
 from dure.partition.cut import balanced, cut_of
-from dure_jobs.vgg16 import convnet
 
 
 def every_cut(sizes, trains, num_stages):
@@ -60,7 +60,7 @@ def test_parameters_and_blocks_are_different_rules():
 
 
 def test_the_large_dense_layer_of_vgg16_is_a_stage_of_its_own():
-    layers = list(convnet())
+    layers = list(vgg16().model())
     first, second = cut_of("parameters", layers, 3)
     dense = [each for each in layers[first:second] if isinstance(each, nn.Linear)]
     assert [(each.in_features, each.out_features) for each in dense] == [(25088, 4096)]

@@ -13,12 +13,12 @@ from torch.nn.functional import cross_entropy
 
 import dure
 from dure.errors import StrategyError, UsageError
+from dure.job.shapes.images import vgg16
 from dure.partition import PIPELINES
 from dure.partition.memory import MemoryUse, of_model, of_part
 from dure.run.memory import memory_use
 from dure.run.strategy import make
 from dure.runtime.virtual.cluster import Cluster, Machines
-from dure_jobs.vgg16 import vgg16_shapes
 
 WIDTH, BATCH = 20, 12
 P = 4 * (WIDTH * WIDTH + WIDTH)  # bytes of a layer
@@ -155,7 +155,7 @@ def test_a_timing_only_run_of_stages_needs_shapes_alone():
     """Its model may be on the meta device."""
     cluster = machines(10**10, 2)
     for partition in ("gpipe:stages=2,micro=4", "pipedream:stages=2"):
-        run = virtual(vgg16_shapes(), f"bsp collective {partition}", cluster, steps=2, timing_only=True)
+        run = virtual(vgg16(), f"bsp collective {partition}", cluster, steps=2, timing_only=True)
         assert run.summary["steps"] == 2
     with raising(UsageError, "remat=true"):
-        virtual(vgg16_shapes(), f"bsp collective {partition}", machines(10**9, 2), steps=2, timing_only=True)
+        virtual(vgg16(), f"bsp collective {partition}", machines(10**9, 2), steps=2, timing_only=True)

@@ -11,13 +11,13 @@ from torch.nn.functional import cross_entropy, mse_loss
 import dure
 from dure.errors import StrategyError, UsageError
 from dure.job.models.mlp import mlp
+from dure.job.shapes.images import vgg16
 from dure.partition.blocks import blocks_of
 from dure.partition.cut import Level, Speeds, cut_of, plan
 from dure.partition.profile import BlockProfile, Profile, counted, timed
 from dure.runtime.virtual.accelerators import InsideLink
 from dure.runtime.virtual.cluster import Cluster, Link, Machines
 from dure.runtime.virtual.compute import Constant
-from dure_jobs.vgg16 import vgg16_shapes
 
 
 def job_of(model, width=8, targets=None):
@@ -132,7 +132,7 @@ def test_a_block_may_return_what_only_its_successor_or_the_loss_understands():
 
 def test_the_plan_of_vgg16_is_that_of_pipedream():
     """PipeDream's plan of VGG-16 on 4 workers, 3 replicas and 1: at 64 images, 6 TFLOP/s and links of 10 Gbit/s."""
-    profile = profiled(vgg16_shapes(), 64, flops=6e12)
+    profile = profiled(vgg16(), 64, flops=6e12)
     for combine in ("max", "add"):
         stages = plan(profile, [Level(4, 1.25e9)], combine=combine).stages
         assert [stage.replicas for stage in stages] == [3, 1]

@@ -6,13 +6,12 @@
     | `mnist-mlp`          | MNIST        | `depth=1` hidden layers of `hidden=32` units: mnist.py                     |
     | `mnist-cnn`          | MNIST        | two convolutions, no batch norm: mnist.py                                  |
     | `cifar10-cnn`        | CIFAR-10     | three convolutions with batch norm: cifar10.py                             |
-    | `vgg16`              | CIFAR-10     | VGG-16 with `width=0.25` of its channels; `size=32`, `classes=10`: vgg16.py|
+    | `cifar10-vgg16`      | CIFAR-10     | VGG-16 with `width=0.25` of its channels; `size=32`, `classes=10`: vgg16.py|
     | `embedding-text`     | IMDB reviews | mean of words' embeddings, two dense layers; sparse gradients: text.py     |
     | `imdb-bert`          | IMDB reviews | Hugging Face's BERT of `layers=2`, `hidden=64`, `heads=4`: transformers.py |
     | `imdb-albert`        | IMDB reviews | Hugging Face's ALBERT, likewise                                            |
     | `softmax-regression` | drawn        | linear, convex with a finite optimum: softmax.py                           |
 
-dure finds them by the entry points of this distribution. `vgg16.vgg16_shapes`, `image_shapes.resnet101_shapes`,
-`image_shapes.inception_v3_shapes` and `transformers.base_shapes` are jobs with shapes but no values, for runs in
-virtual time without gradients.
+dure finds them by the entry points of this distribution. `transformers.base_shapes` is a job with shapes but no values,
+for runs in virtual time without gradients.
 """

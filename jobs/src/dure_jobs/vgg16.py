@@ -1,4 +1,4 @@
-"""`vgg16`: the network of Simonyan and Zisserman, Very Deep Convolutional Networks, ICLR 2015, configuration D.
+"""`cifar10-vgg16`: the network of Simonyan and Zisserman, Very Deep Convolutional Networks, ICLR 2015, configuration D.
 
 13 convolutions in five groups, each followed by pooling, and three dense layers. For images of 3 x 224 x 224 and 1,000
 classes it has 138,357,544 parameters, 74.3 % of them in the first dense layer. The paper's dropout is left out.
@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import cross_entropy, interpolate
 
 from dure.errors import UsageError
@@ -26,18 +25,13 @@ from dure.job.data.dataset import Data, Samples
 from dure.job.job import Job
 from dure.job.models.mlp import top1, with_he_values
 from dure.job.optimizer import OptimizerSpec
+from dure.job.shapes.images import vgg
 from dure_jobs.data.cifar10 import load_cifar10
-
-GROUPS = ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3))
-"""Number of channels and of convolutions before each pooling."""
-
-DENSE = 4096
-"""Units of the two hidden dense layers."""
 
 CIFAR_SIZE, CIFAR_CLASSES = 32, 10
 
 
-def vgg16(data_root: Path, width: float = 0.25, size: int = CIFAR_SIZE, classes: int = CIFAR_CLASSES) -> Job:
+def cifar10_vgg16(data_root: Path, width: float = 0.25, size: int = CIFAR_SIZE, classes: int = CIFAR_CLASSES) -> Job:
     """A job on CIFAR-10, whose images are enlarged to `size` x `size`; 2.1 million parameters by default.
 
     `width` is a factor of all numbers of channels and hidden units. `width=1, size=224, classes=1000` has the shapes of
@@ -51,8 +45,8 @@ def vgg16(data_root: Path, width: float = 0.25, size: int = CIFAR_SIZE, classes:
         raise UsageError(f"CIFAR-10 has ten classes, so classes must be at least 10, got {classes}.")
     data = load_cifar10(data_root)
     return Job(
-        name="vgg16",
-        model=partial(with_he_values, partial(network, width, size, classes)),
+        name="cifar10-vgg16",
+        model=partial(with_he_values, partial(vgg, width, size, classes)),
         loss=cross_entropy,
         train=_enlarged(data.train, size),
         test=_enlarged(data.test, size),
@@ -62,43 +56,6 @@ def vgg16(data_root: Path, width: float = 0.25, size: int = CIFAR_SIZE, classes:
         accuracy=top1,
         source=data.source,
     )
-
-
-def vgg16_shapes(batch_size: int = 32) -> Job:
-    """A job with shapes but no values, for runs in virtual time without gradients (`timing_only`).
-
-    Images are 3 x 224 x 224, with 1,000 classes; all tensors are on PyTorch's meta device.
-    """
-    images = torch.empty(1000, 3, 224, 224, device="meta")
-    labels = torch.empty(1000, dtype=torch.int64, device="meta")
-    return Job(
-        name="vgg16", model=convnet, loss=cross_entropy, train=Data(images, labels), batch_size=batch_size, steps=10
-    )
-
-
-def convnet() -> nn.Sequential:
-    """The network on the meta device: inputs (batch, 3, 224, 224), outputs (batch, 1000)."""
-    with torch.device("meta"):
-        return network()
-
-
-def network(width: float = 1.0, size: int = 224, classes: int = 1000) -> nn.Sequential:
-    """The network: inputs (batch, 3, size, size), outputs (batch, classes)."""
-    layers: list[nn.Module] = []
-    inputs = 3
-    for channels, convolutions in GROUPS:
-        outputs = _scaled(channels, width)
-        for _ in range(convolutions):
-            layers += [nn.Conv2d(inputs, outputs, kernel_size=3, padding=1), nn.ReLU()]
-            inputs = outputs
-        layers.append(nn.MaxPool2d(2))
-    pixels, units = (size // 32) ** 2, _scaled(DENSE, width)
-    dense = [nn.Linear(inputs * pixels, units), nn.ReLU(), nn.Linear(units, units), nn.ReLU()]
-    return nn.Sequential(*layers, nn.Flatten(), *dense, nn.Linear(units, classes))
-
-
-def _scaled(number: int, width: float) -> int:
-    return max(1, round(number * width))
 
 
 def _enlarged(data: Data, size: int) -> Data | Samples:

@@ -33,6 +33,8 @@ WITHOUT_VALUES = (
     "--timing-only (timing_only=True)."
 )
 
+ACCUMULATES = "is for plans and for timing-only runs (--timing-only): write accumulate=1, as runs with values sum none."
+
 
 class InitialModel:
     """Initial values of a job's model, drawn from `seed`, on `device`.
@@ -55,6 +57,8 @@ class InitialModel:
     def replica(self) -> Replica:
         """A replica with the initial values. Raises `UsageError` for a model that cannot be one."""
         try:
+            if not self._timing_only and self._job.accumulate > 1:
+                raise UsageError(f"accumulate={self._job.accumulate} {ACCUMULATES}")
             module = self._job.build(self._seed)
             if not self._timing_only and any(each.is_meta for each in module.parameters()):
                 raise UsageError(WITHOUT_VALUES)

@@ -71,6 +71,9 @@ class Job:
     when backward completes each gradient and how a pipeline is cut. Only their shares count, as the seconds of a step
     are those of the cluster.
 
+    `accumulate` mini-batches are one step in planning and in timing-only runs: a worker sums their gradients before it
+    reduces them. Together they have `batch_size` samples. Real runs take one.
+
     `own_batch_size` is the `batch_size` with which the job was made, whatever replaces it later. The `seconds` of a
     step in a cluster file are those of such a mini-batch.
 
@@ -95,6 +98,7 @@ class Job:
     stages: Callable[[nn.Module], Sequence[nn.Module]] | None = None
     companions: Companions | None = None
     block_seconds: Sequence[tuple[float, float]] | None = None
+    accumulate: int = 1
     own_batch_size: int = field(default=0, repr=False)
 
     def __post_init__(self) -> None:
@@ -116,10 +120,7 @@ class Job:
             data = getattr(self, key)
             if not (key == "test" and data is None):
                 setattr(self, key, _as_data_set(data, f"Job.{key}"))
-        for key in ("batch_size", "steps"):
-            value = getattr(self, key)
-            if not isinstance(value, int) or value < 1:
-                raise UsageError(f"Job.{key} must be a whole number of at least 1, got {value!r}.")
+        _check_counts(self.batch_size, self.steps, self.accumulate)
         self.own_batch_size = self.own_batch_size or self.batch_size
         if self.groups is not None and not callable(self.groups):
             raise UsageError(
@@ -191,6 +192,17 @@ class Job:
         optimum = None if self.optimum is None else self.optimum.to(dtype)
         model = partial(_build_as, self.model, dtype)
         return dataclasses.replace(self, train=train, test=test, optimum=optimum, model=model)
+
+
+def _check_counts(batch_size: Any, steps: Any, accumulate: Any) -> None:
+    for key, value in (("batch_size", batch_size), ("steps", steps), ("accumulate", accumulate)):
+        if not isinstance(value, int) or value < 1:
+            raise UsageError(f"Job.{key} must be a whole number of at least 1, got {value!r}.")
+    if accumulate > batch_size:
+        raise UsageError(
+            f"Job.accumulate={accumulate} divides a step of batch_size={batch_size} samples, which has fewer: write "
+            f"accumulate={batch_size} or less, or a larger batch_size."
+        )
 
 
 def _check_seconds(given: Any) -> None:

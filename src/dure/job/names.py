@@ -6,6 +6,7 @@
     | `char-gpt`       | Python's manual, or a file `text` | decoder; `width=64`, `layers=4`, `heads=4`, `context=64` |
     | `quadratic`      | drawn               | a point; `dim`, `conditioning`, `noise`; its optimum is known     |
     | `apex`, `gorila`, `dqn` | an environment, `env=CartPole-v1` | a Q-network, or a policy and a critic; `actors=4` |
+    | `resnet50`, `bert-base` and others | shapes, no values | published ones (`shapes`), for timing-only runs |
 
 A distribution offers a job by an entry point of the group `dure.jobs`, as in its `pyproject.toml`:
 
@@ -36,6 +37,22 @@ BUILT_IN: Mapping[str, str] = {
     "dqn": "dure.rl.jobs:dqn",
 }
 
+SHAPES: Mapping[str, str] = {
+    "resnet50": "dure.job.shapes.images:resnet50",
+    "resnet101": "dure.job.shapes.images:resnet101",
+    "resnet152": "dure.job.shapes.images:resnet152",
+    "resnext50-32x4d": "dure.job.shapes.images:resnext50",
+    "resnext101-32x8d": "dure.job.shapes.images:resnext101",
+    "inception-v3": "dure.job.shapes.images:inception_v3",
+    "vgg16": "dure.job.shapes.images:vgg16",
+    "alexnet": "dure.job.shapes.images:alexnet",
+    "bert-base": "dure.job.shapes.transformers:bert_base",
+    "bert-large": "dure.job.shapes.transformers:bert_large",
+    "albert-base": "dure.job.shapes.transformers:albert_base",
+    "transformer": "dure.job.shapes.transformers:transformer",
+}
+"""Published models without values."""
+
 FILES: Mapping[str, str] = {".yaml": "dure.job.stated:of_yaml", ".txt": "dure.job.stated:of_graph"}
 """The functions that make those of jobs in files of stated seconds, by the end of the file's name."""
 
@@ -47,7 +64,7 @@ DURE_JOBS = (
     "mnist-mlp",
     "mnist-cnn",
     "cifar10-cnn",
-    "vgg16",
+    "cifar10-vgg16",
     "embedding-text",
     "imdb-bert",
     "imdb-albert",
@@ -64,13 +81,15 @@ FORM = "MODULE:FUNCTION"
 def known_jobs() -> tuple[str, ...]:
     """The names of all jobs: of this package, of `dure-jobs` if it is installed, and of other distributions."""
     offered = offers(GROUP).names
-    return (*BUILT_IN, *(name for name in DURE_JOBS if name in offered), *sorted(offered - {*BUILT_IN, *DURE_JOBS}))
+    own = (*BUILT_IN, *SHAPES, *(name for name in DURE_JOBS if name in offered))
+    return (*own, *sorted(offered - {*own, *DURE_JOBS}))
 
 
 def function_of(name: str) -> Callable[..., Any] | None:
     """The function of the job `name`, or None. Raises `UsageError` if the entry point of that name is no function."""
-    if name in BUILT_IN:
-        return _imported(BUILT_IN[name])
+    place = BUILT_IN.get(name) or SHAPES.get(name)
+    if place is not None:
+        return _imported(place)
     if (ending := Path(name).suffix) in FILES:
         return _imported(FILES[ending])(Path(name))  # type: ignore[no-any-return]
     entry = offer(GROUP, "a job", name)
@@ -107,4 +126,4 @@ def unknown(name: str) -> str:
 def may_have_companions(name_or_path: str) -> bool:
     """Whether the job of that name may have companions: a user's, one of reinforcement learning, or one offered."""
     name = parse_member(name_or_path).name
-    return name not in DURE_JOBS and BUILT_IN.get(name, "dure.rl").startswith("dure.rl")
+    return name not in {*SHAPES, *DURE_JOBS} and BUILT_IN.get(name, "dure.rl").startswith("dure.rl")

@@ -43,12 +43,12 @@ Passes = Sequence[tuple[float, float]]
 """Forward and backward of each block, in shares of any unit."""
 
 
-def even(replica: Replica, backward: float) -> StepShape:
+def even(job: Job, replica: Replica, backward: float) -> StepShape:
     """A step of which `backward` is a share, which completes equally many parameters in each second."""
     numel = replica.numel
     numbered = reversed([*enumerate(replica.layers)])
     tensors = tuple(GradientTensor(index, each.numel, 1 - each.start / numel) for index, each in numbered)
-    return StepShape(backward, 0.0, tensors)
+    return StepShape(backward / job.accumulate, 0.0, tensors)
 
 
 def stated(job: Job, replica: Replica) -> StepShape | None:
@@ -56,14 +56,15 @@ def stated(job: Job, replica: Replica) -> StepShape | None:
     if job.block_seconds is None:
         return None
     blocks = blocks_of(job, replica.module)
-    return _of_blocks(replica, blocks, stated_seconds(job, len(blocks)), 0.0)
+    return _of_blocks(replica, blocks, stated_seconds(job, len(blocks)), 0.0, job.accumulate)
 
 
 def by_operations(job: Job, replica: Replica, batch: int, intensity: float) -> StepShape | None:
     """A step with the operations and bytes of blocks, for mini-batches of `batch`; None for a model without blocks."""
     try:
         blocks = blocks_of(job, replica.module)
-        costs = _costs(job if is_on_meta(job) else shapes_of(job), batch, intensity)
+        samples = max(1, batch // job.accumulate)
+        costs = _costs(job if is_on_meta(job) else shapes_of(job), samples, intensity)
     except (DureError, RuntimeError):  # a model without blocks, or one that the meta device cannot compute
         return None
     if len(costs) != len(blocks):
@@ -72,7 +73,7 @@ def by_operations(job: Job, replica: Replica, batch: int, intensity: float) -> S
     if not sum(back for _, back in passes):
         return None
     moved = UPDATED * replica.params.element_size() * replica.numel * intensity
-    return _of_blocks(replica, blocks, passes, moved)
+    return _of_blocks(replica, blocks, passes, moved, job.accumulate)
 
 
 def _backward_times(blocks: Sequence[nn.Module]) -> list[int]:
@@ -85,7 +86,10 @@ def _backward_times(blocks: Sequence[nn.Module]) -> list[int]:
     return found
 
 
-def _of_blocks(replica: Replica, blocks: Sequence[nn.Module], passes: Passes, update: float) -> StepShape:
+def _of_blocks(
+    replica: Replica, blocks: Sequence[nn.Module], passes: Passes, update: float, accumulate: int
+) -> StepShape:
+    """The shape of a step of `accumulate` mini-batches; gradients are complete in the last one's backward."""
     ahead, back = (sum(each[way] for each in passes) for way in range(2))
     first_holder: dict[int, int] = {}
     for number in reversed(range(len(blocks))):
@@ -103,7 +107,7 @@ def _of_blocks(replica: Replica, blocks: Sequence[nn.Module], passes: Passes, up
             share = completed / whole if whole else 1.0
             tensors.append(GradientTensor(index, numel, (before + passes[number][1] * share) / back))
         before += passes[number][1]
-    step = ahead + back + update
+    step = accumulate * (ahead + back) + update
     return StepShape(back / step, update / step, tuple(tensors))
 
 

@@ -63,10 +63,11 @@ class MemoryUse(NamedTuple):
 
 def of_model(job: Job, whole: Replica, batch_size: int, vectors: int) -> MemoryUse:
     """The memory of a worker with a whole model, whose optimizer keeps so many `vectors`."""
-    key = "activations", batch_size
+    samples = -(-batch_size // job.accumulate)
+    key = "activations", samples
     if key not in whole.figures:
         before = whole.buffers_flat()
-        inputs, _ = first_samples(job, batch_size, whole.device)
+        inputs, _ = first_samples(job, samples, whole.device)
         (cost,) = measure([whole.module], called, inputs).costs
         if before.numel():
             whole.load_buffers(before)

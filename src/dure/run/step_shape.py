@@ -40,7 +40,7 @@ def _shape(setup: Setup, cluster: Cluster, batch: int) -> StepShape:
     found = stated(job, replica)
     if found is None and cluster.accelerated:
         found = by_operations(job, replica, batch, cluster.engine.intensity)
-    return even(replica, cluster.backward) if found is None else found
+    return even(job, replica, cluster.backward) if found is None else found
 
 
 def slowest(setup: Setup, cluster: Cluster) -> float:

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
 
-from dure.job.data.dataset import Data
 from dure.job.data.loaders import load_digits
 from dure.job.job import Job
+from dure.job.shapes.images import alexnet, one_tower, vgg
 from dure.partition.tensor.trunk import Scheme
 from dure.run.config import TrainConfig
 from dure.run.launchers.local import run_processes
@@ -29,7 +29,6 @@ from dure.run.train import train
 from dure.run.virtual import VirtualRun
 from dure.runtime.virtual.cluster import Cluster, Link
 from dure.runtime.virtual.compute import Constant
-from dure_jobs.vgg16 import convnet
 from dure_studies.output import Columns, Row, table_of
 
 HERE = Path(__file__)
@@ -56,8 +55,8 @@ def reproduce() -> dict[str, Any]:
     parameter from that of one process with the same mini-batches, in both precisions.
     """
     with torch.device("meta"):
-        shares = [_shares("alexnet", alexnet()), _shares("vgg16", convnet())]
-    rows = [_virtual_row(job, scheme) for job in [alexnet_shapes(SAMPLES)] for scheme in ("data", *SCHEMES)]
+        shares = [_shares("alexnet", one_tower()), _shares("vgg16", vgg())]
+    rows = [_virtual_row(job, scheme) for job in [alexnet(batch=SAMPLES)] for scheme in ("data", *SCHEMES)]
     rows += [_real_row(scheme) for scheme in ("data", *SCHEMES)]
     return {"reproduce": "one-weird-trick", "time": "virtual and real", "paper": PAPER, "shares": shares, "rows": rows}
 
@@ -65,32 +64,6 @@ def reproduce() -> dict[str, Any]:
 def table(result: dict[str, Any]) -> Group:
     """The shares, and the rows as a table."""
     return Group(_shares_table(result), _rows_table(result))
-
-
-def alexnet() -> nn.Sequential:
-    """The network of the paper, of one column: five convolutions and three dense layers, without dropout."""
-    convolutions = [
-        *(nn.Conv2d(3, 64, 11, stride=4, padding=2), nn.ReLU(), nn.MaxPool2d(3, 2)),
-        *(nn.Conv2d(64, 192, 5, padding=2), nn.ReLU(), nn.MaxPool2d(3, 2)),
-        *(nn.Conv2d(192, 384, 3, padding=1), nn.ReLU()),
-        *(nn.Conv2d(384, 256, 3, padding=1), nn.ReLU()),
-        *(nn.Conv2d(256, 256, 3, padding=1), nn.ReLU(), nn.MaxPool2d(3, 2)),
-    ]
-    dense = [nn.Linear(256 * 36, 4096), nn.ReLU(), nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 1000)]
-    return nn.Sequential(*convolutions, nn.Flatten(), *dense)
-
-
-def alexnet_shapes(batch_size: int) -> Job:
-    """AlexNet on images of 3 x 224 x 224 without values, for timing-only runs."""
-
-    def model() -> nn.Sequential:
-        with torch.device("meta"):
-            return alexnet()
-
-    count = 10 * WORKERS * SAMPLES
-    images = torch.empty(count, 3, 224, 224, device="meta")
-    labels = torch.empty(count, dtype=torch.int64, device="meta")
-    return Job(model, cross_entropy, Data(images, labels), batch_size=batch_size, name="alexnet")
 
 
 def small() -> Job:
@@ -151,7 +124,7 @@ def _virtual_row(job: Job, scheme: str) -> Row:
     cluster = Cluster.uniform(WORKERS, compute=compute, link=link)
     strategy = f"bsp collective {_partition(scheme, WORKERS)}"
     size = SAMPLES if scheme == "data" else WORKERS * SAMPLES
-    run = train(alexnet_shapes(size), strategy=strategy, on=cluster, steps=2, timing_only=True)
+    run = train(alexnet(batch=size), strategy=strategy, on=cluster, steps=2, timing_only=True)
     return {"time": "virtual"} | _row(job, scheme, WORKERS, SAMPLES, run.summary(), 2)
 
 

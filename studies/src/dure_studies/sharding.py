@@ -105,10 +105,10 @@ def _real(syncs: Sequence[str]) -> dict[str, Any]:
 
 
 def _virtual(syncs: Sequence[str], hosts: Sequence[str]) -> dict[str, Any]:
-    from dure_jobs.vgg16 import vgg16_shapes
+    from dure.job.shapes.images import vgg16
     from dure_studies.sharding_virtual import Course, equal_layers, rows_by_servers
 
-    job = vgg16_shapes()
+    job = vgg16()
     rows: list[Row] = []
     fits: list[Row] = []
     for place, sync in ((place, sync) for place in hosts for sync in syncs):

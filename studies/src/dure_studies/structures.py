@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 WORKERS = 8
 SECONDS = 0.1
-MODELS = {"mnist-mlp": "mnist-mlp", "VGG-16": "vgg16:width=1", "embedding-text": "embedding-text"}
+MODELS = {"mnist-mlp": "mnist-mlp", "VGG-16": "cifar10-vgg16:width=1", "embedding-text": "embedding-text"}
 STRUCTURES = {
     "collectives": "bsp collective",
     "1 server": "bsp ps",

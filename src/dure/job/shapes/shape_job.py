@@ -1,0 +1,73 @@
+"""Jobs of shapes: published models on PyTorch's meta device, whose data have no values.
+
+parameter    meaning                                                                      default
+batch        samples of a worker in a step                                                32
+precision    of parameters, activations and gradients: `fp32`, `fp16` or `bf16`           fp32
+accumulate   mini-batches whose gradients a worker sums in a step, of `batch` together    1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dure.core.spec_text import names
+from dure.errors import UsageError
+from dure.job.data.dataset import Data
+from dure.job.job import Job
+
+LENGTH = 100_000
+"""Samples of the data set, which has no values."""
+
+PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+class Shapes(NamedTuple):
+    """A published model: `sample` and `target` are the shapes of a sample and of what it should give.
+
+    Values of samples are of `dtype`: floating-point ones take the precision of the job. Targets are classes.
+    """
+
+    name: str
+    network: Callable[[], nn.Module]
+    loss: Callable[[Any, Tensor], Tensor]
+    sample: tuple[int, ...]
+    target: tuple[int, ...] = ()
+    dtype: torch.dtype = torch.float32
+
+    def job(self, batch: int, precision: str, accumulate: int) -> Job:
+        """The job with these parameters. Raises `UsageError` for values that it cannot have."""
+        if precision not in PRECISIONS:
+            raise UsageError(f"{self.name}: precision must be one of {names(PRECISIONS)}, got {precision!r}.")
+        values = PRECISIONS[precision]
+        inputs = torch.empty(LENGTH, *self.sample, dtype=self.dtype, device="meta")
+        if inputs.is_floating_point():
+            inputs = inputs.to(values)
+        return Job(
+            name=self.name,
+            model=partial(_on_meta, self.network, values),
+            loss=self.loss,
+            train=Data(inputs, torch.empty(LENGTH, *self.target, dtype=torch.int64, device="meta")),
+            batch_size=batch,
+            accumulate=accumulate,
+            steps=10,
+            source="shapes of a published model, no values",
+        )
+
+
+def function_of(shapes: Shapes) -> Callable[..., Job]:
+    """The function of a job whose model has no parameters of its own."""
+
+    def shaped(batch: int = 32, precision: str = "fp32", accumulate: int = 1) -> Job:
+        return shapes.job(batch, precision, accumulate)
+
+    return shaped
+
+
+def _on_meta(network: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
+    with torch.device("meta"):
+        return network().to(dtype)
