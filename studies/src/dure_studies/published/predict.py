@@ -1,0 +1,165 @@
+"""The prediction of a published figure: a timing-only run of its setting in virtual time.
+
+    predicted = samples per second of a worker / those of one worker alone (`one`), or of a worker in another setting
+
+The interval spans what the source leaves open. Each open fact is tried alone. Then those values that make the ratio
+smallest are taken together, and those that make it largest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from dure.core.spec_text import parse_member
+from dure.errors import UsageError
+from dure.job.job import load_job
+from dure.planner.candidates import Scene
+from dure.planner.timing import timed
+from dure.runtime.virtual.cluster import Cluster
+
+if TYPE_CHECKING:
+    from dure.job.job import Job
+    from dure_studies.published.rows import Figure, OpenFact, PublishedRow, Source
+
+Values = dict[str, Any]
+"""Values by their places in a cluster file, or in a job (`job.precision`)."""
+
+JOB = "job."
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A predicted ratio with its interval. `decides` is the open fact that alone changes it most; empty if none is."""
+
+    predicted: float
+    low: float
+    high: float
+    decides: str
+    fitted_from: tuple[str, ...]
+
+
+def predict(source: Source, row: PublishedRow, figure: Figure) -> Prediction:
+    """The prediction of a figure. Raises `UsageError` for a setting that cannot be timed."""
+    facts = next((each for each in (figure.open, row.open) if each is not None), source.open)
+
+    def ratio(values: Values) -> float:
+        return _ratio(source, row, figure, values)
+
+    assumed = ratio({})
+    lowest, highest, changes = _extremes(facts, ratio, assumed)
+    found = [assumed, *(ratio(values) for values in (lowest, highest) if values)]
+    cluster = cluster_of(source, row.set | figure.set, figure.job, figure.one)
+    decides = max(changes, key=lambda name: changes[name]) if changes and max(changes.values()) > 0 else ""
+    return Prediction(assumed, min(found), max(found), decides, fitted_from(cluster))
+
+
+def _extremes(facts: Mapping[str, OpenFact], ratio: Any, assumed: float) -> tuple[Values, Values, dict[str, float]]:
+    """The values that make a ratio smallest and largest, and by how much each fact changes it alone."""
+    lowest: Values = {}
+    highest: Values = {}
+    changes = {}
+    for name, fact in facts.items():
+        tried = [(ratio({fact.at: value}), value) for value in fact.values]
+        (least, small), (most, large) = min(tried, key=lambda pair: pair[0]), max(tried, key=lambda pair: pair[0])
+        lowest |= {fact.at: small} if least < assumed else {}
+        highest |= {fact.at: large} if most > assumed else {}
+        changes[name] = max(most, assumed) - min(least, assumed)
+    return lowest, highest, changes
+
+
+def _ratio(source: Source, row: PublishedRow, figure: Figure, values: Values) -> float:
+    than = row.than if figure.than is None else figure.than
+    rate = _rate(source, figure, figure.job, row.set | figure.set | values)
+    if than is None:
+        return rate / figure.one
+    return rate / _rate(source, figure, than.job or figure.job, row.set | than.set | _shared(values, figure))
+
+
+def _shared(values: Values, figure: Figure) -> Values:
+    """Values of open facts that the other setting has, too: not those in which the two differ."""
+    return {at: value for at, value in values.items() if at not in figure.set}
+
+
+def _rate(source: Source, figure: Figure, job: str, values: Values) -> float:
+    """Samples per second of a worker."""
+    text = with_parameters(job, {at.removeprefix(JOB): each for at, each in values.items() if at.startswith(JOB)})
+    rest = {at: value for at, value in values.items() if not at.startswith(JOB)}
+    cluster = cluster_of(source, rest, text, figure.one)
+    batch = _job(text).batch_size * cluster.workers
+    scene = Scene(_job(text), cluster, batch)
+    scene.__dict__["model"] = _scene(text).model  # sizes and shapes of steps, for all clusters
+    return batch / timed(scene, figure.strategy).seconds / cluster.workers
+
+
+def with_parameters(job: str, changed: Mapping[str, Any]) -> str:
+    """The text of a job with other parameters.
+
+    >>> with_parameters("resnet50:batch=64", {"precision": "fp16"})
+    'resnet50:batch=64,precision=fp16'
+    """
+    name, own = parse_member(job)
+    parameters = ",".join(f"{key}={value}" for key, value in ({**own} | {**changed}).items())
+    return f"{name}:{parameters}" if parameters else name
+
+
+@cache
+def _job(text: str) -> Job:
+    return load_job(text)
+
+
+@cache
+def _scene(text: str) -> Scene:
+    return Scene(_job(text), Cluster.uniform(1), 1)
+
+
+def cluster_of(source: Source, values: Values, job: str, one: float) -> Cluster:
+    """The cluster of a source with some `values`, whose worker alone makes `one` samples of `job` in a second."""
+    described = deepcopy(source.cluster)
+    for at, value in values.items():
+        _put(described, at, deepcopy(value))
+    for kind in described.get("machines", []):
+        kind["compute"] = {**kind.get("compute", {}), "seconds": _job(job).batch_size / one}
+    return Cluster(**described)
+
+
+def _put(described: dict[str, Any], at: str, value: Any) -> None:
+    """Put a value at a place; of a list the first element is meant."""
+    *path, last = at.split(".")
+    place: Any = described
+    for key in path:
+        place = place.setdefault(key, {})
+        place = place[0] if isinstance(place, list) else place
+        if not isinstance(place, dict):
+            raise UsageError(f"{at}: {key} is no mapping in the cluster: write a place such as machines.card.share.")
+    place[last] = value
+
+
+CHOSEN = {
+    "spread": ("H", "T", "D", "L", "G", "N"),
+    "contention": ("H",),
+    "start": ("D",),
+    "tensor": ("D",),
+    "mesh": ("G",),
+    "process": ("T",),
+}
+"""Constants that were fitted or chosen in sight of rows, and the sources of these rows.
+
+`spread`: fitted. The others were chosen: `contention` (0.10), `start` of a collective (40 us), `tensor` (25 us of DDP),
+22 GB/s of a link of a `mesh`, 1 GB/s of a `process` of servers over gRPC.
+"""
+
+
+def fitted_from(cluster: Cluster) -> tuple[str, ...]:
+    """The sources in sight of which constants of `cluster` were chosen."""
+    used = set()
+    if cluster.accelerated:
+        used |= {"spread", "contention", "start"}
+        used |= {"tensor"} if cluster.engine.library == "ddp" else set()
+        used |= {"mesh"} if any((kind.inside or cluster.inside).kind == "mesh" for kind in cluster.machines) else set()
+    elif cluster.servers.process is not None:
+        used |= {"spread", "process"}
+    return tuple(sorted({source for name in used for source in CHOSEN[name]}))

@@ -1,0 +1,123 @@
+"""Files of published rows.
+
+    source: PyTorch, benchmarks/distributed/ddp/README.md
+    key: D                                                  # letter of the source: its constants are named by it
+    stated: 2 DGX-1 with 8 V100 each, ...                   # what the source says
+    assumed: 88 % of a card for data                        # what the cluster adds to that
+    cluster: {machines: [{count: 2, gpus: 8}], ...}         # as in a cluster file
+    open:                                                   # facts that the source leaves open, and other values
+      share: {at: machines.card.share, values: [0.82, 0.92]}
+    rows:
+    - id: D1
+      what: ResNet-50
+      class: A                                              # A: nearly all is stated, B: a fact is missing, C: an order
+      set: {machines.count: 2}                              # values of this row in the cluster
+      figures:
+      - name: 16 GPUs
+        job: resnet50:batch=32
+        one: 329.9                                          # samples in a second of one worker alone
+        strategy: bsp                                       # bsp if left out
+        set: {}                                             # values of this figure in the cluster
+        than: {job: ..., set: ...}                          # another setting, to which the rate is relative
+        measured: 0.933                                     # rate of a worker, relative to one alone, or to `than`
+
+A place such as `machines.card.share` names the keys from the top of the cluster file; of a list it means the first
+element. `job.precision` is a parameter of the job. A row's `open` and `than` are for figures without their own.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from dure.core.validated import FieldError, Validated, read_yaml_file
+from dure.errors import ClusterError, UsageError
+
+HERE = Path(__file__).parent
+
+SOURCES = ("horovod", "tensorflow", "ddp", "dlperf", "nvidia", "users")
+"""The files of this package."""
+
+
+class OpenFact(Validated):
+    """A fact that a source leaves open: its place in the cluster or the job, and values beside the assumed one."""
+
+    at: str
+    values: tuple[Any, ...] = Field(min_length=1)
+
+
+class ComparedSetting(Validated):
+    """A job and values of the cluster, in place of those of a figure."""
+
+    job: str | None = None
+    set: dict[str, Any] = Field(default_factory=dict)
+
+
+class Figure(Validated):
+    """A measured ratio, and the setting in which it was measured."""
+
+    name: str
+    job: str
+    one: float = Field(gt=0, allow_inf_nan=False)
+    measured: float = Field(gt=0, allow_inf_nan=False)
+    strategy: str = "bsp"
+    set: dict[str, Any] = Field(default_factory=dict)
+    than: ComparedSetting | None = None
+    open: dict[str, OpenFact] | None = None
+
+
+class PublishedRow(Validated):
+    """A row of a source: figures that share a setting."""
+
+    id: str
+    what: str
+    kind: Literal["A", "B", "C"] = Field(alias="class")
+    figures: tuple[Figure, ...] = Field(min_length=1)
+    set: dict[str, Any] = Field(default_factory=dict)
+    than: ComparedSetting | None = None
+    open: dict[str, OpenFact] | None = None
+
+
+class Source(Validated):
+    """The rows of a source, and the cluster on which they were measured."""
+
+    source: str
+    key: str
+    cluster: dict[str, Any]
+    rows: tuple[PublishedRow, ...] = Field(min_length=1)
+    stated: str = ""
+    assumed: str = ""
+    open: dict[str, OpenFact] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _rows_have_names(self) -> Self:
+        ids = [row.id for row in self.rows]
+        for place, row in enumerate(self.rows):
+            if row.id in ids[:place]:
+                raise FieldError(("rows", place, "id"), f"{row.id} is there twice: write another id")
+            names = [figure.name for figure in row.figures]
+            if len(set(names)) < len(names):
+                problem = f"two figures of {row.id} have one name: write different ones"
+                raise FieldError(("rows", place, "figures"), problem)
+        return self
+
+
+def read(path: Path) -> Source:
+    """The rows in a file. Raises `UsageError` with the file and the key."""
+    try:
+        given = read_yaml_file(path)
+    except ValueError as error:
+        raise UsageError(f"{path}: {error}: give a YAML file of rows.") from None
+    if not isinstance(given, dict) or not all(isinstance(key, str) for key in given):
+        raise UsageError(f"{path}: a file of rows is a mapping: write the keys {', '.join(Source.model_fields)}.")
+    try:
+        return Source(**given)
+    except ClusterError as error:
+        raise UsageError(f"{path}: {error}") from None
+
+
+def published() -> list[Source]:
+    """The sources of this package."""
+    return [read(HERE / f"{name}.yaml") for name in SOURCES]

@@ -1,0 +1,162 @@
+"""Published rows: their files, predictions with intervals, and scores."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.wording import raising
+
+from dure.errors import UsageError
+from dure_studies.published import study
+from dure_studies.published.predict import cluster_of, fitted_from, predict
+from dure_studies.published.rows import published, read
+from dure_studies.published.score import RatioPair, is_inside, kendall, score, scored, with_loss
+
+OWN = """
+source: our laboratory
+key: X
+cluster:
+  machines: [{count: 2, gpus: 2, inside: {kind: pcie}}]
+  link: {bandwidth: 10 Gbit/s}
+open:
+  share: {at: machines.card.share, values: [0.8, 0.9]}
+  spread: {at: engine.spread, values: [0.019]}
+rows:
+- id: X1
+  what: AlexNet
+  class: A
+  figures:
+  - {name: two hosts, job: "alexnet:batch=64", one: 500, measured: 0.6}
+  - name: one host, than two
+    job: alexnet:batch=64
+    one: 500
+    set: {machines.count: 1}
+    than: {}
+    measured: 1.5
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    path = tmp_path / "own.yaml"
+    path.write_text(OWN)
+    return path
+
+
+def figures() -> list[tuple[str, str, float]]:
+    return [
+        (row.id, figure.name, figure.measured)
+        for source in published()
+        for row in source.rows
+        for figure in row.figures
+    ]
+
+
+def test_every_scored_figure_is_one_of_class_a() -> None:
+    kinds = {(row.id, figure.name): row.kind for s in published() for row in s.rows for figure in row.figures}
+    listed = [(row, name) for row, names in scored().items() for name in names]
+    assert [kinds[each] for each in listed] == ["A"] * 50
+
+
+def test_a_constant_of_0_9_is_no_good_prediction() -> None:
+    listed = scored()
+    pairs = [RatioPair(0.90, measured) for row, name, measured in figures() if name in listed.get(row, ())]
+    assert score(pairs).near < 0.72
+    assert score(pairs).tau == 0
+    lossy = score(with_loss(pairs))
+    assert lossy.near < 0.65
+    assert lossy.median_error > 0.04
+
+
+def test_a_perfect_prediction_has_all_scores() -> None:
+    pairs = [RatioPair(measured, measured) for _, _, measured in figures()]
+    assert score(pairs)[1:3] == (1.0, 0.0)
+    assert kendall(pairs) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("predicted", "measured", "near"),
+    [
+        (0.97, 1.0, True),
+        (0.96, 1.0, False),
+        (0.74, 0.8, True),
+        (0.73, 0.8, False),
+        (0.57, 0.5, True),
+        (0.58, 0.5, False),
+    ],
+)
+def test_near_is_within_15_percent_and_near_the_lost_part(predicted: float, measured: float, near: bool) -> None:
+    assert RatioPair(predicted, measured).near is near
+
+
+def test_tau_b_counts_pairs_in_order_and_leaves_out_ties() -> None:
+    pairs = [RatioPair(1, 1), RatioPair(2, 3), RatioPair(3, 2), RatioPair(3, 4)]
+    assert kendall(pairs) == pytest.approx((4 - 1) / (5 * 6) ** 0.5)  # six pairs: one tied, one in wrong order
+
+
+def test_an_interval_counts_if_it_has_the_figure_and_is_narrow() -> None:
+    assert is_inside(0.8, 0.9, 0.85)
+    assert not is_inside(0.8, 0.9, 0.95)
+    assert not is_inside(0.6, 0.9, 0.85)
+
+
+def test_places_name_keys_of_the_cluster(own: Path) -> None:
+    source = read(own)
+    found = cluster_of(source, {"machines.count": 3, "machines.card.share": 0.5}, "alexnet:batch=64", 500.0)
+    assert (found.workers, found.machines[0].card.share) == (6, 0.5)
+    assert found.machines[0].compute.seconds == pytest.approx(64 / 500)
+    assert fitted_from(found) == ("D", "G", "H", "L", "N", "T")
+    with raising(UsageError, "machines.count.of: count is no mapping"):
+        cluster_of(source, {"machines.count": 2, "machines.count.of": 1}, "alexnet", 500.0)
+
+
+def test_rows_of_a_users_own_file_have_predictions_and_intervals(own: Path) -> None:
+    result = study.reproduce(rows=own)
+    two, one = result["rows"]
+    assert two["low"] < two["predicted"] < two["high"] < 1  # 0.8 and 0.9 lie on both sides of the assumed share
+    assert two["decides"] == "share"
+    assert two["error"] == pytest.approx(two["predicted"] / 0.6 - 1)
+    assert one["predicted"] > 1  # the rate on one host, relative to that on two
+    assert result["scores"] == []
+    assert study.table(result) is not None
+
+
+def test_a_setting_that_cannot_be_timed_is_listed_with_the_reason(own: Path) -> None:
+    own.write_text(OWN.replace('job: "alexnet:batch=64"', 'job: "alexnet:batch=64", strategy: "bsp gpipe:stages=3"'))
+    first, *_ = study.reproduce(rows=own)["rows"]
+    assert "stages" in first["missing"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (("class: A", "class: D"), "rows[0].class"),
+        (("one: 500, measured: 0.6", "one: 0, measured: 0.6"), "rows[0].figures[0].one"),
+        (("one host, than two", "two hosts"), "two figures of X1 have one name"),
+        (("- id: X1", "- id: X1\n  hosts: 3"), "unknown key 'hosts'"),
+        (("source: our laboratory", "- no mapping"), "no YAML"),
+    ],
+)
+def test_a_wrong_file_is_refused_with_the_place(own: Path, wrong: tuple[str, str], words: str) -> None:
+    own.write_text(OWN.replace(*wrong))
+    with raising(UsageError, words):
+        study.reproduce(rows=own)
+
+
+def test_an_unknown_row_is_refused(own: Path) -> None:
+    with raising(UsageError, "there is no row 'H66'"):
+        study.reproduce(row="H66")
+
+
+@pytest.mark.long
+def test_four_of_six_efficiencies_of_horovod_are_near_and_vgg16_falls() -> None:
+    source = published()[0]
+    found = {
+        (row.id, figure.name): RatioPair(predict(source, row, figure).predicted, figure.measured)
+        for row in source.rows
+        if row.id in ("H6", "H7")
+        for figure in row.figures
+    }
+    assert sum(pair.near for pair in found.values()) >= 4
+    assert 0.08 <= found["H6", "vgg16"].predicted - found["H7", "vgg16"].predicted <= 0.25
