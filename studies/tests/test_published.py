@@ -10,7 +10,7 @@ from support.wording import raising
 from dure.errors import UsageError
 from dure_studies.published import study
 from dure_studies.published.predict import cluster_of, fitted_from, predict
-from dure_studies.published.rows import published, read
+from dure_studies.published.rows import missing, published, read
 from dure_studies.published.score import RatioPair, is_inside, kendall, score, scored, with_loss
 
 OWN = """
@@ -59,6 +59,16 @@ def test_every_scored_figure_is_one_of_class_a() -> None:
     assert [kinds[each] for each in listed] == ["A"] * 50
 
 
+def test_each_published_row_has_a_prediction_or_the_piece_that_it_lacks() -> None:
+    predicted = {row.id for source in published() for row in source.rows}
+    lacking = missing()
+    assert not predicted & lacking.keys()
+    counts = {"H": 10, "T": 8, "D": 5, "L": 8, "G": 8, "N": 7, "P": 6, "PD": 6, "TT": 7, "M": 6, "U": 16, "S": 2}
+    expected = {f"{key}{number}" for key, count in counts.items() for number in range(1, count + 1)}
+    assert predicted | lacking.keys() == expected - {"G1"}  # G1 is a calibration
+    assert all(lacking.values())
+
+
 def test_a_constant_of_0_9_is_no_good_prediction() -> None:
     listed = scored()
     pairs = [RatioPair(0.90, measured) for row, name, measured in figures() if name in listed.get(row, ())]
@@ -102,29 +112,30 @@ def test_an_interval_counts_if_it_has_the_figure_and_is_narrow() -> None:
 
 
 def test_places_name_keys_of_the_cluster(own: Path) -> None:
-    source = read(own)
-    found = cluster_of(source, {"machines.count": 3, "machines.card.share": 0.5}, "alexnet:batch=64", 500.0)
+    described = read(own).cluster
+    found = cluster_of(described, {"machines.count": 3, "machines.card.share": 0.5}, "alexnet:batch=64", 500.0)
     assert (found.workers, found.machines[0].card.share) == (6, 0.5)
     assert found.machines[0].compute.seconds == pytest.approx(64 / 500)
     assert fitted_from(found) == ("D", "G", "H", "L", "N", "T")
     with raising(UsageError, "machines.count.of: count is no mapping"):
-        cluster_of(source, {"machines.count": 2, "machines.count.of": 1}, "alexnet", 500.0)
+        cluster_of(described, {"machines.count": 2, "machines.count.of": 1}, "alexnet", 500.0)
 
 
 def test_rows_of_a_users_own_file_have_predictions_and_intervals(own: Path) -> None:
-    result = study.reproduce(rows=own)
+    result = study.reproduce(rows=own, out=own.with_suffix(".svg"))
     two, one = result["rows"]
     assert two["low"] < two["predicted"] < two["high"] < 1  # 0.8 and 0.9 lie on both sides of the assumed share
     assert two["decides"] == "share"
     assert two["error"] == pytest.approx(two["predicted"] / 0.6 - 1)
     assert one["predicted"] > 1  # the rate on one host, relative to that on two
     assert result["scores"] == []
+    assert own.with_suffix(".svg").read_text().startswith("<?xml")
     assert study.table(result) is not None
 
 
 def test_a_setting_that_cannot_be_timed_is_listed_with_the_reason(own: Path) -> None:
     own.write_text(OWN.replace('job: "alexnet:batch=64"', 'job: "alexnet:batch=64", strategy: "bsp gpipe:stages=3"'))
-    first, *_ = study.reproduce(rows=own)["rows"]
+    first, *_ = study.reproduce(rows=own, out=own.with_suffix(".svg"))["rows"]
     assert "stages" in first["missing"]
 
 
@@ -141,7 +152,7 @@ def test_a_setting_that_cannot_be_timed_is_listed_with_the_reason(own: Path) -> 
 def test_a_wrong_file_is_refused_with_the_place(own: Path, wrong: tuple[str, str], words: str) -> None:
     own.write_text(OWN.replace(*wrong))
     with raising(UsageError, words):
-        study.reproduce(rows=own)
+        study.reproduce(rows=own, out=own.with_suffix(".svg"))
 
 
 def test_an_unknown_row_is_refused(own: Path) -> None:

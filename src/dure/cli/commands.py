@@ -107,6 +107,24 @@ class Methods(Printed):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Devices(Printed):
+    """GPUs, other devices and links by name: memory, bandwidths and speeds, with the source of each."""
+
+    example: ClassVar[str] = "dure devices v100"
+
+    name: Positional[str] = ""
+    """A part of the name, such as v100; all if left out."""
+
+    def execute(self, interruption: Interruption) -> CommandResult:
+        """Return the entries and their tables."""
+        from dure.cli.devices import rows, tables
+        from dure.core.devices import found
+
+        devices, links = found(self.name)
+        return CommandResult(rows(devices, links), tables(devices, links))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Train(Layered, Emission, TrainConfig):
     """One run of a job under one strategy."""
 
@@ -389,7 +407,7 @@ class Watch(Printed):
         )
 
 
-Command = Methods | Train | Compare | Report | Reproduce | Probe | Plan | Rl | Scale | Watch
+Command = Methods | Devices | Train | Compare | Report | Reproduce | Probe | Plan | Rl | Scale | Watch
 COMMANDS: Mapping[str, type[Command]] = {kind.__name__.lower(): kind for kind in get_args(Command)}
 
 

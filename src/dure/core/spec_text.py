@@ -342,3 +342,16 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """A question for the end of an error if `known` has a name similar to `name`; else an empty text."""
     close = get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f' Did you mean "{close[0]}"?' if close else ""
+
+
+_LINE = re.compile(r"([0-9]{1,6})\s*x\s*([0-9]{1,4})\s+([a-z][a-z0-9.-]*)(?:\s*@\s*(.+))?", re.IGNORECASE)
+
+
+def machines_in_line(text: str) -> tuple[int, int, str, str | None] | None:
+    """The number of machines, the GPUs of each, their name, and the bandwidth of a card; None for another text.
+
+    >>> machines_in_line("4x8 v100-sxm2-16gb @ 100 Gbit/s"), machines_in_line("cluster.yaml")
+    ((4, 8, 'v100-sxm2-16gb', '100 Gbit/s'), None)
+    """
+    found = _LINE.fullmatch(text.strip())
+    return None if found is None else (int(found[1]), int(found[2]), found[3].lower(), found[4])

@@ -33,7 +33,7 @@ WITHOUT_VALUES = (
     "--timing-only (timing_only=True)."
 )
 
-ACCUMULATES = "is for plans and for timing-only runs (--timing-only): write accumulate=1, as runs with values sum none."
+PLANNED = "Job.accumulate and Job.precision are for plans and timing-only runs (--timing-only): leave them out here."
 
 
 class InitialModel:
@@ -57,8 +57,8 @@ class InitialModel:
     def replica(self) -> Replica:
         """A replica with the initial values. Raises `UsageError` for a model that cannot be one."""
         try:
-            if not self._timing_only and self._job.accumulate > 1:
-                raise UsageError(f"accumulate={self._job.accumulate} {ACCUMULATES}")
+            if not self._timing_only and (self._job.accumulate > 1 or self._job.precision):
+                raise UsageError(PLANNED)
             module = self._job.build(self._seed)
             if not self._timing_only and any(each.is_meta for each in module.parameters()):
                 raise UsageError(WITHOUT_VALUES)

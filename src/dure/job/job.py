@@ -40,6 +40,15 @@ from dure.job.rates import Groups, Schedule, schedule_of
 COUNTED = "_counted"
 """The attribute of a job with its count of operations, and the model, the loss and the data that were counted."""
 
+PRECISIONS = {
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "fp8": torch.bfloat16,
+}
+"""Precisions of matrix products, and the type of the parameters and gradients beside them."""
+
 
 @dataclass
 class Job:
@@ -72,7 +81,8 @@ class Job:
     are those of the cluster.
 
     `accumulate` mini-batches are one step in planning and in timing-only runs: a worker sums their gradients before it
-    reduces them. Together they have `batch_size` samples. Real runs take one.
+    reduces them. Together they have `batch_size` samples. `precision` is that of matrix products there, a key of
+    `PRECISIONS`; if empty, that of the parameters. Real runs take one mini-batch, and the parameters' precision.
 
     `own_batch_size` is the `batch_size` with which the job was made, whatever replaces it later. The `seconds` of a
     step in a cluster file are those of such a mini-batch.
@@ -99,6 +109,7 @@ class Job:
     companions: Companions | None = None
     block_seconds: Sequence[tuple[float, float]] | None = None
     accumulate: int = 1
+    precision: str = ""
     own_batch_size: int = field(default=0, repr=False)
 
     def __post_init__(self) -> None:
@@ -121,6 +132,8 @@ class Job:
             if not (key == "test" and data is None):
                 setattr(self, key, _as_data_set(data, f"Job.{key}"))
         _check_counts(self.batch_size, self.steps, self.accumulate)
+        if self.precision and self.precision not in PRECISIONS:
+            raise UsageError(f"Job.precision must be one of {names(PRECISIONS)}, got {self.precision!r}.")
         self.own_batch_size = self.own_batch_size or self.batch_size
         if self.groups is not None and not callable(self.groups):
             raise UsageError(

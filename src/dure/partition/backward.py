@@ -7,7 +7,7 @@
 
 A block of an accelerator takes, in each of its operations, the longer of computing and moving its bytes:
 
-    forward    sum over operations of max(FLOP, bytes * intensity)
+    forward    sum over operations of max(FLOP, bytes * intensity), and the start of each
     backward   twice that; once of the first block that is trained, as its inputs need no gradient, and of frozen blocks
                behind it; none of blocks before it
     update     five values for each parameter, moved once (momentum)
@@ -19,7 +19,7 @@ that several blocks hold is complete with the first of them. Only shares count: 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -59,12 +59,43 @@ def stated(job: Job, replica: Replica) -> StepShape | None:
     return _of_blocks(replica, blocks, stated_seconds(job, len(blocks)), 0.0, job.accumulate)
 
 
-def by_operations(job: Job, replica: Replica, batch: int, intensity: float) -> StepShape | None:
+class DeviceSpeed(NamedTuple):
+    """The speed of a device in its own operations of matrix products: so many `intensity` in the time of a byte.
+
+    `start`: those in the time in which an operation starts.
+    """
+
+    intensity: float
+    start: float = 0.0
+
+
+class BlockCosts(NamedTuple):
+    """Forward and backward of each block for a mini-batch, and the update, in operations of the device."""
+
+    passes: Passes
+    update: float
+    accumulate: int
+
+    @property
+    def step(self) -> float:
+        """The operations of a step."""
+        return self.accumulate * sum(ahead + back for ahead, back in self.passes) + self.update
+
+
+def by_operations(job: Job, replica: Replica, batch: int, speed: DeviceSpeed) -> StepShape | None:
     """A step with the operations and bytes of blocks, for mini-batches of `batch`; None for a model without blocks."""
+    costs = costs_of(job, replica.module, batch, speed)
+    if costs is None:
+        return None
+    return _of_blocks(replica, blocks_of(job, replica.module), costs.passes, costs.update, costs.accumulate)
+
+
+def costs_of(job: Job, module: nn.Module, batch: int, speed: DeviceSpeed) -> BlockCosts | None:
+    """The costs of the blocks of `module`, the job's model; None for a model without blocks."""
     try:
-        blocks = blocks_of(job, replica.module)
+        blocks = blocks_of(job, module)
         samples = max(1, batch // job.accumulate)
-        costs = _costs(job if is_on_meta(job) else shapes_of(job), samples, intensity)
+        costs = _costs(job if is_on_meta(job) else shapes_of(job), samples, speed)
     except (DureError, RuntimeError):  # a model without blocks, or one that the meta device cannot compute
         return None
     if len(costs) != len(blocks):
@@ -72,8 +103,8 @@ def by_operations(job: Job, replica: Replica, batch: int, intensity: float) -> S
     passes = [(each, times * each) for each, times in zip(costs, _backward_times(blocks), strict=True)]
     if not sum(back for _, back in passes):
         return None
-    moved = UPDATED * replica.params.element_size() * replica.numel * intensity
-    return _of_blocks(replica, blocks, passes, moved, job.accumulate)
+    trained = sum(each.nbytes for each in module.parameters() if each.requires_grad)
+    return BlockCosts(passes, UPDATED * trained * speed.intensity, job.accumulate)
 
 
 def _backward_times(blocks: Sequence[nn.Module]) -> list[int]:
@@ -111,26 +142,26 @@ def _of_blocks(
     return StepShape(back / step, update / step, tuple(tensors))
 
 
-def _costs(job: Job, batch: int, intensity: float) -> list[float]:
+def _costs(job: Job, batch: int, speed: DeviceSpeed) -> list[float]:
     """The forward of each block in operations."""
     module = job.build(0)
     call, (value, _) = call_of(job), first_samples(job, batch, torch.device("meta"))
     found = []
     with torch.no_grad():
         for block in blocks_of(job, module):
-            with Roofline(intensity) as roofline:
+            with Roofline(speed) as roofline:
                 value = call(block, value)
             found.append(roofline.operations)
     return found
 
 
 class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Context that sums max(FLOP, bytes * intensity) over operations; views move nothing."""
+    """Context that sums max(FLOP, bytes * intensity) and a start over operations; views move nothing."""
 
-    def __init__(self, intensity: float) -> None:
+    def __init__(self, speed: DeviceSpeed) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.operations = 0.0
-        self._intensity = intensity
+        self._speed = speed
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -139,5 +170,5 @@ class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]
             moved = sum(each.nbytes for each in tree_leaves((args, kwargs, out)) if isinstance(each, Tensor))
             counted = flop_registry.get(func.overloadpacket)
             flops = counted(*args, **kwargs, out_val=out) if counted else 0.0
-            self.operations += max(float(flops), moved * self._intensity)
+            self.operations += max(float(flops), moved * self._speed.intensity) + self._speed.start
         return out

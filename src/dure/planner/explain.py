@@ -54,13 +54,13 @@ def unstated(scene: Scene) -> list[str]:
     cluster = scene.cluster
     if not cluster.accelerated or scene.job.block_seconds is not None:
         return []
-    if not any(kind.compute.assumes_speed for kind in cluster.machines):
+    if not any(kind.compute.assumes_speed and kind.gpu is None for kind in cluster.machines):
         return []
     assumed = units.as_flops(Constant().flops_per_second)
     return [
         f"Caution: the cluster file states no speed of its GPUs, and {assumed} is that of CPU cores. Steps are far too "
-        "long, so the network seems fast. Add to machines compute: {seconds: ...}, those of a step on one GPU, or "
-        "compute: {flops_per_second: ...}."
+        "long, so the network seems fast. Add to machines gpu: NAME (dure devices lists names), or compute: "
+        "{seconds: ...}, those of a step on one GPU."
     ]
 
 

@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dure.core.spec_text import machines_in_line
 from dure.core.user_code import explain_user_errors
 from dure.errors import DureError, UsageError
 from dure.job.initial_model import is_on_meta, numel_of, shapes_of
@@ -35,6 +36,7 @@ from dure.planner.side_by_side import Deadline
 from dure.planner.sweeps import sweeps
 from dure.planner.timing import timed
 from dure.run.prebuilt import named, placed
+from dure.run.step_shape import referred
 from dure.run.strategy import by_axis
 from dure.runtime.virtual.cluster import Cluster
 
@@ -144,7 +146,7 @@ def scene_of(config: PlanOptions, job: Job | None, cluster: Cluster | None, say:
     try_to_count(job, name)
     times = None
     if not here:
-        cluster = cluster.referred(job.own_flops)
+        cluster = referred(cluster, job)
     elif cluster.states_seconds and not is_on_meta(job):
         say("measuring the job's blocks", 0, None)
         profile = profile_job(job)
@@ -167,12 +169,12 @@ def _cluster(config: PlanOptions, job: Job, say: Say) -> Cluster:
     if config.on == "virtual":
         return Cluster.uniform(config.workers or 4)
     if config.on and config.on != "local":
-        if not Path(config.on).is_file():
+        if not Path(config.on).is_file() and machines_in_line(config.on) is None:
             raise UsageError(
-                f'"{config.on}" is no place of a plan and no file: write virtual, the path of a cluster file, or leave '
-                "--on out for this machine."
+                f'"{config.on}" is no place of a plan and no file: write virtual, the path of a cluster file, '
+                'machines as "4x8 v100-sxm2-16gb @ 100 Gbit/s", or leave --on out for this machine.'
             )
-        return Cluster.from_yaml(config.on)
+        return Cluster.described(config.on)
     from dure.planner.probe.probe import probe
 
     say("measuring this machine", 0, None)

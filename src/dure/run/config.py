@@ -25,7 +25,7 @@ from pydantic_core import PydanticCustomError
 
 from dure.core.deployment import check_workers
 from dure.core.regular_file import is_regular
-from dure.core.spec_text import WIDEST, MemberSpec, nearest, typed
+from dure.core.spec_text import WIDEST, MemberSpec, machines_in_line, nearest, typed
 from dure.core.target import Target
 from dure.core.text import quoted
 from dure.errors import UsageError
@@ -374,7 +374,8 @@ class TrainConfig(Options):
     """How the model is split; none if left out."""
     on: str = ""
     """local, torchrun, ray (a Ray of this run's own), ray:HOST:PORT or ray:auto (a running Ray), virtual (a uniform
-    cluster in virtual time), or a cluster file: virtual as well. local if left out."""
+    cluster in virtual time), a cluster file, or machines as "4x8 v100-sxm2-16gb @ 100 Gbit/s" (4 with 8 GPUs each):
+    virtual as well. local if left out."""
     key_file: Changes[Path | None] = None
     """Under torchrun: file with the run's key, at least 32 random bytes, of mode 0600, the same at every rank. If left
     out, rank 0 draws a key and hands it out through torchrun's store."""
@@ -405,10 +406,11 @@ class TrainConfig(Options):
         if takes_address(self.on):
             check_device(self.on, self.device)
             reservations(self.reserve, self.device)
-        if self.virtual and self.on != "virtual" and not is_regular(Path(self.on)):
+        described = not self.virtual or self.on == "virtual" or machines_in_line(self.on) is not None
+        if not described and not is_regular(Path(self.on)):
             raise UsageError(
-                f'"{self.on}" is no place and no file: write {", ".join(PLACES)}, or the path of a cluster file.'
-                f"{nearest(self.on, PLACES)}"
+                f'"{self.on}" is no place and no file: write {", ".join(PLACES)}, the path of a cluster file, or '
+                f'machines as "4x8 v100-sxm2-16gb @ 100 Gbit/s".{nearest(self.on, PLACES)}'
             )
 
     def plain(self) -> dict[str, Any]:

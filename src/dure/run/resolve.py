@@ -144,7 +144,7 @@ def asked_cluster(config: TrainConfig, companions: Companions | None = None) -> 
     if not config.virtual:
         return None
     if config.on != "virtual":
-        return Cluster.from_yaml(config.on)
+        return Cluster.described(config.on)
     return Cluster.uniform(
         config.most_workers or 4 if companions is None else (config.most_workers or 1) + companions.machines
     )

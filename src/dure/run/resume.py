@@ -137,7 +137,7 @@ def _same_place(on: str, has: Mapping[str, Any], cluster: Cluster | None) -> boo
     kept = has["cluster"]
     if is_real(on) or kept is None:
         return bool(on == has["on"])
-    given = cluster if on == "virtual" else Cluster.from_yaml(on)
+    given = cluster if on == "virtual" else Cluster.described(on)
     return given is None or given.to_yaml() == kept.to_yaml()
 
 

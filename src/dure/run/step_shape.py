@@ -6,7 +6,11 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from dure.partition.backward import by_operations, even, stated
+import torch
+
+from dure.core.devices import KERNEL, Device, device
+from dure.job.job import PRECISIONS
+from dure.partition.backward import DeviceSpeed, by_operations, costs_of, even, stated
 from dure.runtime.virtual.accelerators import slowest_of
 from dure.sync.base import Periodic, traits_of
 from dure.topology.collective.choice import Collective
@@ -25,9 +29,10 @@ def step_shape(setup: Setup, cluster: Cluster) -> StepShape:
     share of backward that the cluster states.
     """
     known, batch = setup.model.step_shapes, setup.batch_sizes[0]
-    key = (batch, cluster.engine.intensity if cluster.accelerated else None, cluster.backward)
+    speed = _speed(cluster, setup.job) if cluster.accelerated else None
+    key = (batch, speed, cluster.backward)
     if key not in known:
-        known[key] = _shape(setup, cluster, batch)
+        known[key] = _shape(setup, cluster, batch, speed)
     found = known[key]
     if setup.stages is not None:  # a worker has a part of the model, and sums its gradient at the end
         return replace(found, tensors=())
@@ -35,11 +40,11 @@ def step_shape(setup: Setup, cluster: Cluster) -> StepShape:
     return replace(found, tensors=tuple(each for each in found.tensors if each.number not in apart)) if apart else found
 
 
-def _shape(setup: Setup, cluster: Cluster, batch: int) -> StepShape:
+def _shape(setup: Setup, cluster: Cluster, batch: int, speed: DeviceSpeed | None) -> StepShape:
     job, replica = setup.job, setup.model.replica
     found = stated(job, replica)
-    if found is None and cluster.accelerated:
-        found = by_operations(job, replica, batch, cluster.engine.intensity)
+    if found is None and speed is not None:
+        found = by_operations(job, replica, batch, speed)
     return even(job, replica, cluster.backward) if found is None else found
 
 
@@ -68,9 +73,53 @@ def slices_of(setup: Setup, shape: StepShape) -> list[tuple[int, float]]:
     ]
 
 
+USUAL = 16.0
+"""Intensity of a device that the cluster does not name: that of a V100 in fp32."""
+
+
+def _speed(cluster: Cluster, job: Job) -> DeviceSpeed:
+    """The speed of the first kind of machines in the engine's cost of blocks."""
+    name, given = cluster.machines[0].gpu, cluster.engine.intensity
+    if given is not None or name is None:
+        return DeviceSpeed(USUAL if given is None else given)
+    return _of_device(device(name), precision_of(job))
+
+
+def _of_device(here: Device, precision: str) -> DeviceSpeed:
+    return DeviceSpeed(here.intensity(precision), KERNEL * here.speed(precision))
+
+
+def precision_of(job: Job) -> str:
+    """The precision of a job's matrix products: as it says, or that of the first parameter of its model."""
+    if job.precision:
+        return job.precision
+    kind = next((each.dtype for each in job.build(0).parameters()), torch.float32)
+    return next((name for name, dtype in PRECISIONS.items() if dtype == kind), "fp32")
+
+
+def device_seconds(job: Job, name: str) -> float:
+    """Seconds of a step of the job's own mini-batch on the device of the catalogue that is called so."""
+    known: dict[str, float] = job.__dict__.setdefault("_device_seconds", {})
+    if name not in known:
+        here, precision = device(name), precision_of(job)
+        costs = costs_of(job, job.build(0), job.own_batch_size, _of_device(here, precision))
+        known[name] = (job.own_flops if costs is None else costs.step) / here.speed(precision)
+    return known[name]
+
+
 def referred(cluster: Cluster, job: Job) -> Cluster:
     """`cluster`, whose stated seconds are those of a step of the job's own mini-batch where it does not say.
 
-    A job with companions has no step of its own: their seconds are those of any step.
+    Machines that name a device and no speed take the seconds of that device. A job with companions has no step of its
+    own: their seconds are those of any step.
     """
-    return cluster.referred(job.own_flops) if cluster.states_seconds and job.companions is None else cluster
+    if job.companions is not None:
+        return cluster
+    kinds = tuple(
+        kind.changed(compute=kind.compute.changed(seconds=device_seconds(job, kind.gpu)))
+        if kind.gpu is not None and kind.compute.assumes_speed
+        else kind
+        for kind in cluster.machines
+    )
+    found = cluster if kinds == cluster.machines else cluster.changed(machines=kinds)
+    return found.referred(job.own_flops) if found.states_seconds else found

@@ -109,22 +109,6 @@ def test_the_papers_hosts_are_described(name: str, homes: list[int], inside: lis
     assert cluster.memory_of(0) in (11e9, 24e9)
 
 
-@pytest.mark.parametrize(
-    ("name", "machines", "bandwidth"),
-    [
-        ("16_gpus_rdma", 4, 2.75e9),
-        ("16_gpus_tcp", 4, 1.625e9),
-        ("128_gpus_rdma", 32, 2.75e9),
-        ("512_gpus_rdma", 128, 2.75e9),
-    ],
-)
-def test_the_hosts_of_horovod_s_benchmark_are_described(name: str, machines: int, bandwidth: float) -> None:
-    cluster = Cluster.from_yaml(EXAMPLES / f"horovod_{name}.yaml")
-    assert cluster.workers == 4 * machines
-    assert cluster.bandwidth_of(0) == pytest.approx(bandwidth)  # 88 % of 25 Gbit/s, or a flow of 13 Gbit/s
-    assert cluster.machines[0].compute.seconds == pytest.approx(64 / 130.9, rel=1e-4)
-
-
 CLUSTERS = {
     "default": Cluster(),
     "uniform": Cluster.uniform(64, compute=Pareto(tail=2.1, seconds="1 s"), cores=1, alpha=0),

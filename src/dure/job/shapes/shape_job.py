@@ -2,7 +2,7 @@
 
 parameter    meaning                                                                      default
 batch        samples of a worker in a step                                                32
-precision    of parameters, activations and gradients: `fp32`, `fp16` or `bf16`           fp32
+precision    of matrix products: a key of `PRECISIONS`, which has the type of all values  fp32
 accumulate   mini-batches whose gradients a worker sums in a step, of `batch` together    1
 """
 
@@ -18,12 +18,10 @@ from torch import Tensor, nn
 from dure.core.spec_text import names
 from dure.errors import UsageError
 from dure.job.data.dataset import Data
-from dure.job.job import Job
+from dure.job.job import PRECISIONS, Job
 
 LENGTH = 100_000
 """Samples of the data set, which has no values."""
-
-PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class Shapes(NamedTuple):
@@ -54,6 +52,7 @@ class Shapes(NamedTuple):
             train=Data(inputs, torch.empty(LENGTH, *self.target, dtype=torch.int64, device="meta")),
             batch_size=batch,
             accumulate=accumulate,
+            precision=precision,
             steps=10,
             source="shapes of a published model, no values",
         )

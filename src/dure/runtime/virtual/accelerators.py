@@ -148,7 +148,7 @@ class AcceleratorEngine(Validated):
     `contention`: computation takes 1 + contention times as long while a bucket is under way. `spread`: standard
     deviation of the durations of equal steps, in shares of a step; the slowest of N workers decides wherever they
     wait for each other. It is left out if the machines' durations have a distribution. `intensity`: operations that a
-    device makes in the time in which it moves a byte of its memory.
+    device makes in the time in which it moves a byte of its memory; None: those of the machines' `gpu`, else 16.
     """
 
     library: Literal["ddp", "horovod", "at-end"] = "ddp"
@@ -157,7 +157,7 @@ class AcceleratorEngine(Validated):
     start: Seconds = 40e-6
     contention: float = Field(default=0.10, ge=0, le=10)
     spread: float = Field(default=0.02, ge=0, le=1)
-    intensity: float = Field(default=16.0, gt=0, le=1e6)
+    intensity: float | None = Field(default=None, gt=0, le=1e6)
 
     @property
     def rules(self) -> Library:

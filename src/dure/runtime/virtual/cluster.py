@@ -46,10 +46,12 @@ from dure.core import units
 from dure.core.collective_cost import HEADER, SMALL, Transit
 from dure.core.cost import CodecCost
 from dure.core.deployment import check_workers
+from dure.core.devices import Device, device
+from dure.core.spec_text import machines_in_line
 from dure.core.text import quoted
 from dure.core.units import PositiveSeconds, Rate, Seconds, Size
 from dure.core.validated import FieldError, Validated, read_yaml_file
-from dure.errors import ClusterError
+from dure.errors import ClusterError, UsageError
 from dure.runtime.virtual.accelerators import AcceleratorEngine, Card, InsideLink
 from dure.runtime.virtual.compute import Compute, Constant, Durations, Factor, Speed
 from dure.runtime.virtual.fabric import Fabric, Racks, Site, SiteLines, check_sites
@@ -82,16 +84,18 @@ class Link(Validated):
 class Machines(Validated):
     """`count` machines of one kind, with `workers` workers on each, which share the machine's `link` and `cores`.
 
-    `gpus` in place of `workers`: their collectives are those of the engine of accelerators, over `card`. The defaults
-    of `link`, `inside` and `card` are those of the cluster. `speed` divides the duration of every step: a number,
-    one number for each worker, or a distribution from which each worker draws once (`lognormal` with sigma, `uniform`
-    from low to high). `memory`: bytes of memory of each worker; None: without limit. `input`: samples per second that
-    a machine loads, an equal share for each of its workers; None: without limit. `price`: of an hour of a machine, in
-    any currency; a plan then shows costs.
+    `gpus` in place of `workers`: their collectives are those of the engine of accelerators, over `card`. `gpu` names
+    them in the catalogue of devices, whose speed, memory and links inside a machine then count where nothing else is
+    said. The defaults of `link`, `inside` and `card` are those of the cluster. `speed` divides the duration of every
+    step: a number, one number for each worker, or a distribution from which each worker draws once (`lognormal` with
+    sigma, `uniform` from low to high). `memory`: bytes of memory of each worker; None: without limit. `input`: samples
+    per second that a machine loads, an equal share for each of its workers; None: without limit. `price`: of an hour of
+    a machine, in any currency; a plan then shows costs.
     """
 
     count: int = Field(default=1, ge=1)
     gpus: int | None = Field(default=None, ge=1)  # before `workers`, as errors name the first field
+    gpu: str | None = None
     workers: int = Field(default=1, ge=1)
     compute: Compute = Constant()
     speed: Speed = 1.0
@@ -126,6 +130,20 @@ class Machines(Validated):
     def _without_workers_of_gpus(self, dumped: SerializerFunctionWrapHandler) -> dict[str, Any]:
         found: dict[str, Any] = dumped(self)
         return {name: value for name, value in found.items() if name != "workers" or not self.gpus}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _memory_of_its_device(cls, values: Any) -> Any:
+        name = values.get("gpu") if isinstance(values, dict) else None
+        if name is None or values.get("memory") is not None:
+            return values
+        return {**values, "memory": _known_device(name).memory}
+
+    @model_validator(mode="after")
+    def _device_of_accelerators(self) -> Machines:
+        if self.gpu is not None and self.gpus is None:
+            raise FieldError(("gpu",), f"{self.gpu} is an accelerator: write gpus with the number of each machine, too")
+        return self
 
     @model_validator(mode="after")
     def _cards_of_accelerators(self) -> Machines:
@@ -348,6 +366,25 @@ class Cluster(Validated):
         return cls(machines=(Machines(count=workers, compute=compute or Constant(), cores=cores),), **rest)
 
     @classmethod
+    def described(cls, text: str) -> Cluster:
+        """The cluster of one line, as `machines_in_line` reads it, or of a file. Raises `ClusterError`.
+
+        >>> Cluster.described("4x8 v100-sxm2-16gb @ 100 Gbit/s").about()
+        '4 machines with 32 GPUs, links of 100 Gbit/s'
+        """
+        line = machines_in_line(text)
+        if line is None:
+            return cls.from_yaml(text)
+        machines, gpus, name, link = line
+        if link is None and machines > 1:
+            raise ClusterError(f"{text}: nothing says how fast the machines' cards are: write {text} @ 100 Gbit/s.")
+        rest = {} if link is None else {"link": {"bandwidth": link}}
+        try:
+            return cls(machines=({"count": machines, "gpus": gpus, "gpu": name},), **rest)
+        except ClusterError as error:
+            raise ClusterError(f"{text}: {error}") from None
+
+    @classmethod
     def from_yaml(cls, path: str | Path) -> Cluster:
         """Read a cluster file. Raises `ClusterError` with the file and the key."""
         try:
@@ -402,16 +439,18 @@ class Cluster(Validated):
         found: dict[str, None] = {}
         for kind in self.machines:
             compute, link = kind.compute, kind.link or self.link
-            if compute.assumes_speed:
+            if kind.gpu is not None:
+                found[f"the catalogue's figures of {kind.gpu}"] = None
+            elif compute.assumes_speed:
                 found[f"{units.as_flops(compute.flops_per_second)} for a machine of speed 1"] = None
-            if compute.seconds is None and _is_default(compute, "overhead"):
+            if kind.gpu is None and compute.seconds is None and _is_default(compute, "overhead"):
                 found[f"{units.as_seconds(compute.overhead)} of overhead for each step"] = None
             if self.host is None and not self._is_one_of_gpus and _is_default(link, "bandwidth"):
                 found[f"links of {units.as_rate(link.bandwidth)}"] = None
             if _is_default(link, "latency") and not self.accelerated:
                 found[f"a latency of {units.as_seconds(link.latency)}"] = None
             if self.accelerated and kind.workers > 1:
-                found |= dict.fromkeys((kind.inside or self.inside).assumed())
+                found |= dict.fromkeys(self._inside(kind).assumed())
             if self.accelerated and not self._is_one_of_gpus:
                 found |= dict.fromkeys((kind.card or self.card).assumed())
         return list(found)
@@ -468,8 +507,13 @@ class Cluster(Validated):
 
     def inside_of(self, machine: int) -> InsideLink:
         """The link of each worker of a machine to the others there."""
-        own = self._kinds[machine].inside if machine < len(self._kinds) else None
-        return own or self.inside
+        return self._inside(self._kinds[machine]) if machine < len(self._kinds) else self.inside
+
+    def _inside(self, kind: Machines) -> InsideLink:
+        """The link of a kind: its own, that of the cluster if it is given, or the usual one of its device."""
+        if kind.inside is not None or kind.gpu is None or self.inside != InsideLink():
+            return kind.inside or self.inside
+        return InsideLink(**_known_device(kind.gpu).inside or {})
 
     def network_bandwidth(self, kind: Machines) -> float:
         """Bytes per second of all network cards of a machine of a kind."""
@@ -595,6 +639,17 @@ class Cluster(Validated):
     def _places(self) -> tuple[int, ...]:
         """The number of each worker among those of its kind."""
         return tuple(i for kind in self.machines for i in range(kind.count * kind.workers))
+
+
+def _known_device(name: Any) -> Device:
+    """The device of that name. Raises `FieldError` unless it is an accelerator of the catalogue."""
+    try:
+        found = device(str(name))
+    except UsageError as error:
+        raise FieldError(("gpu",), str(error).removesuffix(".")) from None
+    if found.kind == "cpu":
+        raise FieldError(("gpu",), f"{name} has cores and no accelerators: write workers in place of gpus and gpu")
+    return found
 
 
 def _is_default(part: Validated, name: str) -> bool:

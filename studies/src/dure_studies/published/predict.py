@@ -52,7 +52,7 @@ def predict(source: Source, row: PublishedRow, figure: Figure) -> Prediction:
     assumed = ratio({})
     lowest, highest, changes = _extremes(facts, ratio, assumed)
     found = [assumed, *(ratio(values) for values in (lowest, highest) if values)]
-    cluster = cluster_of(source, row.set | figure.set, figure.job, figure.one)
+    cluster = cluster_of(_described(source, row), row.set | figure.set, figure.job, figure.one)
     decides = max(changes, key=lambda name: changes[name]) if changes and max(changes.values()) > 0 else ""
     return Prediction(assumed, min(found), max(found), decides, fitted_from(cluster))
 
@@ -73,10 +73,11 @@ def _extremes(facts: Mapping[str, OpenFact], ratio: Any, assumed: float) -> tupl
 
 def _ratio(source: Source, row: PublishedRow, figure: Figure, values: Values) -> float:
     than = row.than if figure.than is None else figure.than
-    rate = _rate(source, figure, figure.job, row.set | figure.set | values)
+    described = _described(source, row)
+    rate = _rate(described, figure, figure.job, row.set | figure.set | values)
     if than is None:
         return rate / figure.one
-    return rate / _rate(source, figure, than.job or figure.job, row.set | than.set | _shared(values, figure))
+    return rate / _rate(described, figure, than.job or figure.job, row.set | than.set | _shared(values, figure))
 
 
 def _shared(values: Values, figure: Figure) -> Values:
@@ -84,11 +85,11 @@ def _shared(values: Values, figure: Figure) -> Values:
     return {at: value for at, value in values.items() if at not in figure.set}
 
 
-def _rate(source: Source, figure: Figure, job: str, values: Values) -> float:
+def _rate(described: Mapping[str, Any], figure: Figure, job: str, values: Values) -> float:
     """Samples per second of a worker."""
     text = with_parameters(job, {at.removeprefix(JOB): each for at, each in values.items() if at.startswith(JOB)})
     rest = {at: value for at, value in values.items() if not at.startswith(JOB)}
-    cluster = cluster_of(source, rest, text, figure.one)
+    cluster = cluster_of(described, rest, text, figure.one)
     batch = _job(text).batch_size * cluster.workers
     scene = Scene(_job(text), cluster, batch)
     scene.__dict__["model"] = _scene(text).model  # sizes and shapes of steps, for all clusters
@@ -116,14 +117,18 @@ def _scene(text: str) -> Scene:
     return Scene(_job(text), Cluster.uniform(1), 1)
 
 
-def cluster_of(source: Source, values: Values, job: str, one: float) -> Cluster:
-    """The cluster of a source with some `values`, whose worker alone makes `one` samples of `job` in a second."""
-    described = deepcopy(source.cluster)
+def _described(source: Source, row: PublishedRow) -> Mapping[str, Any]:
+    return source.cluster if row.cluster is None else row.cluster
+
+
+def cluster_of(described: Mapping[str, Any], values: Values, job: str, one: float) -> Cluster:
+    """The cluster `described` with other `values`, whose worker alone makes `one` samples of `job` in a second."""
+    found = deepcopy(dict(described))
     for at, value in values.items():
-        _put(described, at, deepcopy(value))
-    for kind in described.get("machines", []):
+        _put(found, at, deepcopy(value))
+    for kind in found.get("machines", []):
         kind["compute"] = {**kind.get("compute", {}), "seconds": _job(job).batch_size / one}
-    return Cluster(**described)
+    return Cluster(**found)
 
 
 def _put(described: dict[str, Any], at: str, value: Any) -> None:

@@ -11,6 +11,7 @@
     - id: D1
       what: ResNet-50
       class: A                                              # A: nearly all is stated, B: a fact is missing, C: an order
+      cluster: {...}                                        # another one than that of the file
       set: {machines.count: 2}                              # values of this row in the cluster
       figures:
       - name: 16 GPUs
@@ -75,6 +76,7 @@ class PublishedRow(Validated):
     what: str
     kind: Literal["A", "B", "C"] = Field(alias="class")
     figures: tuple[Figure, ...] = Field(min_length=1)
+    cluster: dict[str, Any] | None = None
     set: dict[str, Any] = Field(default_factory=dict)
     than: ComparedSetting | None = None
     open: dict[str, OpenFact] | None = None
@@ -116,6 +118,12 @@ def read(path: Path) -> Source:
         return Source(**given)
     except ClusterError as error:
         raise UsageError(f"{path}: {error}") from None
+
+
+def missing() -> dict[str, str]:
+    """The rows of published measurements without a prediction, and the piece that each lacks."""
+    found: dict[str, str] = read_yaml_file(HERE / "missing.yaml")
+    return {row: piece for rows, piece in found.items() for row in rows.split(", ")}
 
 
 def published() -> list[Source]:

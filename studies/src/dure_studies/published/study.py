@@ -8,13 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import arg
 
+from dure.core.regular_file import check_output
 from dure.core.spec_text import names, nearest
 from dure.errors import UsageError
-from dure_studies.output import Columns, Row, table_of
+from dure_studies.flags import OUT
+from dure_studies.output import Columns, Row, draw, line, table_of
 
 if TYPE_CHECKING:
     from rich.console import Group
 
+    from dure.report.figures import Band
     from dure_studies.published.rows import Source
     from dure_studies.published.score import RatioPair
 
@@ -25,8 +28,9 @@ def reproduce(
     *,
     row: Annotated[str | None, arg(help="Id of a row, such as H6; all if left out.")] = None,
     rows: Annotated[Path | None, arg(help="File of rows of your own, in the same form.")] = None,
+    out: Annotated[Path | None, OUT] = None,
 ) -> dict[str, Any]:
-    """The rows with their predictions, and `scores` of the figures that are scored.
+    """The rows with their predictions, and `scores` of the figures that are scored; draw all to `out`.
 
     `low` and `high` span what a source leaves open, and `decides` names the fact that changes the prediction most.
     `fitted_from` has the sources in sight of which constants of the prediction were chosen. A figure that cannot be
@@ -34,14 +38,28 @@ def reproduce(
 
     Raises `UsageError` for a file that cannot be read, and for a row that it does not have.
     """
-    from dure_studies.published.rows import published, read
+    from dure_studies.published.rows import missing, published, read
 
+    path = out or Path("published.svg")
+    check_output(path)
     sources = published() if rows is None else [read(rows)]
     known = [each.id for source in sources for each in source.rows]
     if row is not None and row not in known:
         raise UsageError(f"there is no row {row!r}; there are {names(known)}.{nearest(row, known)}")
     found = [each for source in sources for each in _of_source(source, row)]
-    return {"reproduce": "published", "time": "virtual", "rows": found, "scores": _scores(found)}
+    drawn = [each for each in found if "predicted" in each]
+    if drawn:
+        draw(path, {("", "predicted"): _points(drawn)}, x="measured", y="predicted")
+    lacking = missing() if rows is None and row is None else {}
+    given = {"rows": found, "scores": _scores(found), "missing": lacking, "picture": str(path) if drawn else ""}
+    return {"reproduce": "published", "time": "virtual", **given}
+
+
+def _points(rows: Sequence[Row]) -> list[Band]:
+    """A point for each figure, in the color of its source, and the line on which predictions are exact."""
+    ends = [limit([each[name] for each in rows for name in ("measured", "predicted")]) for limit in (min, max)]
+    points = [line(each["id"].rstrip("0123456789"), [each["measured"]], [each["predicted"]]) for each in rows]
+    return [*points, line("equal", ends, ends)]
 
 
 def _of_source(source: Source, wanted: str | None) -> Iterable[Row]:
@@ -100,7 +118,22 @@ def table(result: dict[str, Any]) -> Group:
         "Samples per second of a worker, relative to one worker alone. Virtual seconds. The interval spans what the "
         "source leaves open; the fact that decides changes it most."
     )
-    return Group(table_of(result["rows"], columns, caption, texts=("row", "figure", "decides")), *_score_lines(result))
+    figures = table_of(result["rows"], columns, caption, texts=("row", "figure", "decides"))
+    return Group(figures, *_score_lines(result), *_lacking(result["missing"]))
+
+
+def _lacking(pieces: dict[str, str]) -> list[str]:
+    """The rows without a prediction, by the piece that they lack."""
+    if not pieces:
+        return []
+    together: dict[str, list[str]] = {}
+    for row, piece in pieces.items():
+        together.setdefault(piece, []).append(row)
+    return [
+        "",
+        f"{len(pieces)} rows have no prediction:",
+        *(f"{', '.join(ids)}: {what}" for what, ids in together.items()),
+    ]
 
 
 def _score_lines(result: dict[str, Any]) -> list[str]:

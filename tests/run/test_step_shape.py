@@ -1,0 +1,88 @@
+"""Seconds of a step on a device of the catalogue, against closed forms; and the machines that name one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.runs import virtual
+from support.wording import raising
+from torch import nn
+
+from dure.core.devices import KERNEL, MOVED, PRODUCTS, device
+from dure.errors import ClusterError
+from dure.job.data.dataset import Data
+from dure.job.job import Job, load_job
+from dure.run.step_shape import device_seconds, referred
+from dure.runtime.virtual.accelerators import InsideLink
+from dure.runtime.virtual.cluster import Cluster, Machines
+from dure.runtime.virtual.compute import Constant
+
+WIDTH, ROWS = 4096, 2048
+
+
+def dense(precision: str = "", accumulate: int = 1) -> Job:
+    """Two dense layers without biases, whose seconds are those of their products and of their update."""
+
+    def model() -> nn.Module:
+        with torch.device("meta"):
+            return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2)))
+
+    data = Data(torch.empty(10_000, WIDTH, device="meta"), torch.empty(10_000, WIDTH, device="meta"))
+    return Job(model, nn.functional.mse_loss, data, batch_size=ROWS, precision=precision, accumulate=accumulate)
+
+
+def test_a_step_of_dense_layers_takes_their_products_and_the_update() -> None:
+    v100 = device("v100-sxm2-16gb")
+    layer = 2 * ROWS * WIDTH**2 / (PRODUCTS["fp32"] * v100.flops["fp32"]) + KERNEL
+    update = 5 * 2 * WIDTH**2 * 4 / (MOVED * v100.bandwidth)
+    # two forwards, two gradients of weights, and the gradient of the second layer's inputs
+    assert device_seconds(dense(), "v100-sxm2-16gb") == pytest.approx(5 * layer + update, rel=1e-6)
+    # the gradients of each mini-batch move as many weights
+    halves = 2 * 5 * ((layer - KERNEL) / 2 + KERNEL) + update
+    assert device_seconds(dense(accumulate=2), "v100-sxm2-16gb") == pytest.approx(halves, rel=1e-6)
+
+
+def test_precision_decides_the_speed_of_products() -> None:
+    plain, fast = (device_seconds(dense(precision), "a100-sxm4-80gb") for precision in ("fp32", "tf32"))
+    assert fast < plain / 3
+    assert device_seconds(dense("tf32"), "v100-sxm2-16gb") == device_seconds(dense("fp32"), "v100-sxm2-16gb")
+
+
+def test_machines_that_name_a_device_take_its_seconds_memory_and_links() -> None:
+    cluster = Cluster.described("2x8 v100-sxm2-16gb @ 100 Gbit/s")
+    assert (cluster.workers, cluster.memory_of(0), cluster.inside_of(1).kind) == (16, 16 * 10**9, "mesh")
+    job = load_job("resnet50:batch=32")
+    seconds = referred(cluster, job).machines[0].compute.seconds
+    assert seconds == device_seconds(job, "v100-sxm2-16gb")
+    run = virtual(load_job("resnet50:batch=32"), "bsp", cluster, steps=2, timing_only=True)
+    assert 2 * seconds < run.summary["seconds"] < 2.6 * seconds
+
+
+def test_what_a_file_states_counts_before_the_catalogue() -> None:
+    kind = Machines(gpus=8, gpu="a100-sxm4-40gb", memory="30 GB", compute=Constant(seconds=0.1))
+    cluster = Cluster(machines=(kind,), inside=InsideLink(kind="pcie"))
+    assert (cluster.memory_of(0), cluster.inside_of(0).kind) == (30 * 10**9, "pcie")
+    assert referred(cluster, dense()).machines[0].compute.seconds == 0.1
+    stated = Machines(gpus=8, gpu="a100-sxm4-40gb", compute=Constant(flops_per_second="10 TFLOP/s"))
+    assert referred(Cluster(machines=(stated,)), dense()).machines[0].compute.seconds is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ({"gpus": 8, "gpu": "v100"}, "no device is called 'v100'"),
+        ({"gpus": 8, "gpu": "epyc-7742"}, "epyc-7742 has cores and no accelerators"),
+        ({"workers": 8, "gpu": "t4"}, "t4 is an accelerator: write gpus"),
+    ],
+)
+def test_wrong_devices_are_refused(kind: dict, words: str) -> None:
+    with raising(ClusterError, words):
+        Machines(**kind)
+
+
+def test_a_line_of_several_machines_needs_the_speed_of_their_cards() -> None:
+    assert Cluster.described("1x2 rtx-4090").workers == 2
+    with raising(ClusterError, "nothing says how fast"):
+        Cluster.described("2x8 t4")
+    with raising(ClusterError, "t44"):
+        Cluster.described("2x8 t44 @ 10 Gbit/s")
