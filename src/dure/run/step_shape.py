@@ -8,11 +8,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from dure.codec.fp32 import Float32
+from dure.core.deployment import SERVER
 from dure.core.devices import KERNEL, Device, device
 from dure.job.job import PRECISIONS
 from dure.partition.backward import DeviceSpeed, by_operations, costs_of, even, stated
 from dure.runtime.virtual.accelerators import slowest_of
+from dure.runtime.virtual.server_software import CompletedVariable
 from dure.sync.base import Periodic, traits_of
+from dure.sync.bsp import BSP
 from dure.topology.collective.choice import Collective
 
 if TYPE_CHECKING:
@@ -29,7 +33,7 @@ def step_shape(setup: Setup, cluster: Cluster) -> StepShape:
     share of backward that the cluster states.
     """
     known, batch = setup.model.step_shapes, setup.batch_sizes[0]
-    speed = _speed(cluster, setup.job) if cluster.accelerated else None
+    speed = _speed(cluster, setup.job) if cluster.accelerated or cluster.servers.overlap else None
     key = (batch, speed, cluster.backward)
     if key not in known:
         known[key] = _shape(setup, cluster, batch, speed)
@@ -59,6 +63,26 @@ def slowest(setup: Setup, cluster: Cluster) -> float:
         return 1.0
     period = method.period if isinstance(method, Periodic) else 1
     return 1.0 + cluster.engine_in_use.spread * slowest_of(setup.workers) / math.sqrt(period)
+
+
+def completed_variables(setup: Setup, cluster: Cluster, shape: StepShape) -> dict[str, list[CompletedVariable]] | None:
+    """The variables at each server in the order of backward; None if they are not pushed during it."""
+    strategy = setup.strategy
+    pushed = cluster.servers.overlap and isinstance(strategy.sync, BSP) and strategy.pushes_together
+    if not pushed or not isinstance(strategy.codec, Float32):
+        return None
+    layers, itemsize = setup.model.replica.layers, setup.model.replica.params.element_size()
+    before = 1.0 - shape.backward - shape.update
+    found: dict[str, list[CompletedVariable]] = {}
+    for number, name in enumerate(setup.deployment.names(SERVER)):
+        ranges = setup.topology.ranges[number]
+        parts = (
+            (sum(max(0, min(stop, layer.stop) - max(start, layer.start)) for start, stop in ranges), each.done)
+            for each in shape.tensors
+            for layer in (layers[each.number],)
+        )
+        found[name] = [CompletedVariable(n * itemsize, before + shape.backward * done) for n, done in parts if n]
+    return found
 
 
 def slices_of(setup: Setup, shape: StepShape) -> list[tuple[int, float]]:

@@ -29,7 +29,7 @@ from dure.run.checkpoint import fitting
 from dure.run.history import RunCounts
 from dure.run.outcome import Outcome, Totals, count_stages, figures_of
 from dure.run.servers import build_server
-from dure.run.step_shape import referred, slices_of, slowest, step_shape
+from dure.run.step_shape import completed_variables, referred, slices_of, slowest, step_shape
 from dure.run.strategy import codec_name
 from dure.run.virtual_companions import VirtualCompanions
 from dure.run.virtual_history import VirtualHistory, VirtualModel
@@ -227,6 +227,7 @@ class VirtualSegment:
             slowest=slowest(setup, run.cluster),
             variables=setup.variables if run.cluster.servers.software else None,
             together=setup.strategy.pushes_together,
+            completed=completed_variables(setup, run.cluster, shape),
         )
 
     def _history(self) -> VirtualHistory:

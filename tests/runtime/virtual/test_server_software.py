@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from dure.runtime.virtual.cluster import Cluster, Link, Machines, ServerMachines
 from dure.runtime.virtual.compute import Constant
 from dure.runtime.virtual.kernel import Kernel
 from dure.runtime.virtual.network import Network, Pair
-from dure.runtime.virtual.server_software import ServerSoftware
+from dure.runtime.virtual.server_software import CompletedVariable, ServerSoftware
 
 HEADER = 64
 CARD = 1e8
@@ -41,7 +42,15 @@ class Tensors:
 class Exchange:
     """Workers on machines, and servers with variables of `sizes` elements; the network costs the card alone."""
 
-    def __init__(self, workers: int, sizes: Sequence[int], each: int = 1, servers: int = 1, **software: object) -> None:
+    def __init__(
+        self,
+        workers: int,
+        sizes: Sequence[int],
+        each: int = 1,
+        servers: int = 1,
+        completed: Sequence[CompletedVariable] = (),
+        **software: object,
+    ) -> None:
         link = Link(bandwidth=CARD, latency=0.0)
         machines = (Machines(count=workers // each, workers=each),)
         described = ServerMachines(**software)  # type: ignore[arg-type]
@@ -49,7 +58,8 @@ class Exchange:
         self.kernel = Kernel(0.0)
         self.network = Network(cluster, self.kernel, placed(cluster, servers))
         variables = {f"server {i}": sizes for i in range(servers)}
-        self.software = ServerSoftware(self.network, variables, together=True)
+        early = dict.fromkeys(variables, completed) if completed else None
+        self.software = ServerSoftware(self.network, variables, together=True, completed=early)
         self.sent: list[Tensors] = []
 
     def send(self, source: str, target: str, nbytes: int) -> None:
@@ -113,6 +123,58 @@ def test_small_variables_travel_with_their_neighbors_and_cost_their_number() -> 
     assert exchange.network.counters(0).bytes_sent == 4 * sum(sizes) + 3 * HEADER
     # pieces of 2, 3 and 2 variables: packed at 2, 5 and 7; unpacked one after another
     assert end == pytest.approx(10.0, rel=1e-4)
+
+
+DONE = (0.4, 0.5, 0.55, 0.9, 1.0)
+"""Shares of a step after which backward has completed its variables."""
+
+
+@pytest.mark.parametrize("rate", [20e6, 2e9])
+@pytest.mark.parametrize("seconds", [0.01, 0.1, 1.0])
+def test_variables_that_leave_during_backward_pass_the_queues_once_they_are_complete(
+    rate: float, seconds: float
+) -> None:
+    sizes = [100_000, 3_000_000, 400_000, 800_000, 20_000]
+    exchange = Exchange(
+        1, [1], completed=[CompletedVariable(*each) for each in zip(sizes, DONE, strict=True)], process=rate
+    )
+    exchange.software.begin(0, 0.0, seconds)
+    exchange.kernel.at(seconds, lambda: exchange.send("worker 0", "server 0", sum(sizes)))
+    packed = left = unpacked = 0.0
+    for nbytes, done in zip(sizes, DONE, strict=True):
+        packed = max(packed, done * seconds) + nbytes / rate
+        left = max(left, packed) + (nbytes + HEADER) / CARD
+        unpacked = max(unpacked, left) + nbytes / rate
+    assert exchange.ends() == [pytest.approx(unpacked, rel=1e-9)]
+    assert exchange.network.counters(0).bytes_sent == sum(sizes) + len(sizes) * HEADER
+
+
+def test_a_machine_sums_a_variable_once_its_slower_worker_has_it() -> None:
+    nbytes, seconds = 2_000_000, (1.0, 1.5)
+    completed = [CompletedVariable(nbytes, 0.5), CompletedVariable(nbytes, 1.0)]
+    exchange = Exchange(2, [1], each=2, completed=completed, per_machine=True)
+    for worker, span in enumerate(seconds):
+        exchange.software.begin(worker, 0.0, span)
+        exchange.kernel.at(span, partial(exchange.send, f"worker {worker}", "server 0", 2 * nbytes))
+    inside = exchange.network.cluster.inside
+    summed = inside.latency + nbytes / 2 / inside.bandwidth
+    expected = 1.5 + summed + (nbytes + HEADER) / CARD  # the first variable has left by then
+    assert exchange.ends() == [pytest.approx(expected, rel=1e-9)] * 2
+    assert exchange.network.counters(0).bytes_sent == 2 * (nbytes + HEADER)
+
+
+def test_pushes_during_backward_leave_the_last_variable_alone() -> None:
+    """A slow card: all bytes follow each other from the first variable on. A fast one: the last variable decides."""
+    for bandwidth, sooner in ((2e6, 0.2), (1e9, 0.0)):
+        after, during = (
+            timed(scene(servers=ServerMachines(overlap=overlap), bandwidth=bandwidth), "bsp ps").seconds
+            for overlap in (False, True)
+        )
+        assert during < after
+        assert after - during > sooner * 0.05
+    for strategy in ("downpour ps", "bsp ps fp16", "averaging:period=2 ps"):  # these push something else
+        one, other = (timed(scene(servers=ServerMachines(overlap=x)), strategy).seconds for x in (False, True))
+        assert one == other
 
 
 @pytest.mark.parametrize("each", [2, 3])

@@ -167,6 +167,7 @@ class ServerMachines(Validated):
     `price`: of an hour of a machine. The others describe the software of all servers (`server_software`). `variable`:
     seconds of a process, at each end, for a variable of a push or a pull. `process`: bytes of these that a process
     packs or unpacks in a second; None: without limit. `per_machine`: the workers of a machine push and pull as one.
+    `overlap`: with bsp, variables of a gradient are pushed during backward, as soon as each is complete.
     """
 
     cores: Cores = 4
@@ -175,11 +176,13 @@ class ServerMachines(Validated):
     variable: Seconds = 0.0
     process: MemoryRate | None = None
     per_machine: bool = False
+    overlap: bool = False
 
     @property
     def software(self) -> dict[str, Any]:
         """The keys of software that are given, with their values."""
         given = {"variable": self.variable, "process": self.process, "per_machine": self.per_machine}
+        given |= {"overlap": self.overlap}
         return {name: value for name, value in given.items() if value}
 
 
@@ -309,10 +312,11 @@ class Cluster(Validated):
 
     @model_validator(mode="after")
     def _stays_where_machines_push(self) -> Cluster:
-        if self.servers.per_machine:
+        if self.servers.per_machine or self.servers.overlap:
             moved = next((i for i, event in enumerate(self.events) if event.kind in ("crash", "join")), None)
             if moved is not None:
-                problem = "with servers.per_machine a machine waits for all its workers: leave one of the two out"
+                key = "per_machine" if self.servers.per_machine else "overlap"
+                problem = f"with servers.{key} workers wait for each other in each step: leave one of the two out"
                 raise FieldError(("events", moved, "kind"), problem)
         return self
 

@@ -41,7 +41,7 @@ from dure.errors import PeerLost, RemoteError
 from dure.job.gradient import GradientWork
 from dure.runtime.virtual.group import VirtualGroup
 from dure.runtime.virtual.kernel import Kernel
-from dure.runtime.virtual.server_software import ServerSoftware
+from dure.runtime.virtual.server_software import CompletedVariable, ServerSoftware
 
 if TYPE_CHECKING:
     import torch
@@ -161,6 +161,8 @@ class VirtualNode:
         if self.loading and (samples := _samples_of(work)):
             begin = self.loaded = max(begin, self.loaded + samples * self.loading)
         operation = Computation(self, work, begin, runtime.seconds_of(self, work))
+        if runtime.software is not None and isinstance(work, GradientWork):
+            runtime.software.begin(runtime.network.node(self.name), begin, operation.finish - begin)
         # A portion reads weights and activations that may change before its virtual end: its value is that of now.
         if isinstance(work, StepPortion):
             operation.value, operation.evaluated = work.run(), True
@@ -529,8 +531,8 @@ class VirtualRuntime:
     `detection`: seconds between a crash and its notice by others. `codec`: the cost of the run's codec. `slices`: the
     parts of a gradient that leave during backward, in order, as number of elements and share of backward still to do.
     Without slices a gradient leaves at the end of backward. `shape` is that of a step, whose tensors are those that an
-    engine of accelerators sums. `slowest` multiplies the seconds of steps (`run.step_shape`). `variables` and
-    `together` are those of `ServerSoftware`.
+    engine of accelerators sums. `slowest` multiplies the seconds of steps (`run.step_shape`). `variables`, `together`
+    and `completed` are those of `ServerSoftware`.
     """
 
     def __init__(
@@ -548,6 +550,7 @@ class VirtualRuntime:
         slowest: float = 1.0,
         variables: Mapping[str, Sequence[int]] | None = None,
         together: bool = False,
+        completed: Mapping[str, Sequence[CompletedVariable]] | None = None,
     ) -> None:
         self.cluster = cluster
         self.shape = shape or StepShape(cluster.backward, 0.0, ())
@@ -560,7 +563,7 @@ class VirtualRuntime:
         self.network = network(self.kernel)
         self.software: ServerSoftware | None = None
         if variables and cluster.servers.software:
-            self.software = ServerSoftware(self.network, variables, together=together)
+            self.software = ServerSoftware(self.network, variables, together=together, completed=completed)
         carrier = self.network if self.software is None else self.software
         self.carry: Callable[[Any], None] = carrier.carry
         self.gradient_engine = gradient_engine

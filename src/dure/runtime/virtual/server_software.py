@@ -17,6 +17,9 @@ they cost their number of `variable`. A header belongs to each message on the wi
 Where machines push as one (`per_machine`), the workers of a machine sum their updates by a reduce-scatter inside it,
 the first of them pushes the sum, and pulls for all; an all-gather inside the machine then gives each worker what came.
 The servers apply one update for each machine.
+
+With `overlap`, the variables of a gradient are pushed as soon as backward has completed them, in its order, as graphs
+of TensorFlow do. The push itself then waits for the last of them, and sends nothing more.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from dure.core.deployment import WORKER
 from dure.runtime.virtual.sharing import Processor
@@ -68,14 +71,53 @@ class VariablesMessage:
         self._software.unpack(self)
 
 
+class CompletedVariable(NamedTuple):
+    """A variable of a gradient: its bytes, and the share of a step after which backward has completed it."""
+
+    nbytes: int
+    done: float
+
+
+class EarlyPush:
+    """A push whose pieces leave during backward: those that have not arrived, and what follows the last."""
+
+    __slots__ = ("_left", "_then")
+
+    def __init__(self, pieces: int) -> None:
+        self._left = pieces
+        self._then: Callable[[], None] | None = None
+
+    def arrived(self) -> None:
+        """Count a piece that the server has unpacked."""
+        self._left -= 1
+        self._follow()
+
+    def ends(self, then: Callable[[], None]) -> None:
+        """Call `then` once all pieces are there: all have left."""
+        self._then = then
+        self._follow()
+
+    def _follow(self) -> None:
+        if not self._left and self._then is not None:
+            self._then()
+
+
 class ServerSoftware:
     """Carries the messages of `network` between workers and servers, as the cluster describes the software.
 
     `variables` has the elements of each variable at each server, by name. `together`: all workers take part in every
-    push and pull, so the workers of a machine can push as one.
+    push and pull, so the workers of a machine can push as one. `completed` has the variables at each server in the
+    order of backward, if they are pushed during it.
     """
 
-    def __init__(self, network: Network, variables: Mapping[str, Sequence[int]], *, together: bool) -> None:
+    def __init__(
+        self,
+        network: Network,
+        variables: Mapping[str, Sequence[int]],
+        *,
+        together: bool,
+        completed: Mapping[str, Sequence[CompletedVariable]] | None = None,
+    ) -> None:
         cluster = network.cluster
         servers = cluster.servers
         self._network = network
@@ -92,6 +134,15 @@ class ServerSoftware:
         """The updates that a server applies for each worker's."""
         self._waiting: dict[tuple[int, int, bool], list[Payload]] = {}
         self._links: dict[int, Processor] = {}
+        self._early = {
+            network.node(name): list(_completed_pieces(found, cluster.small))
+            for name, found in (completed or {}).items()
+        }
+        self._computed: dict[int, list[tuple[float, float]]] = {}
+        self._pushes: dict[tuple[int, int], EarlyPush] = {}
+        self._members: dict[int, list[int]] = {}
+        for worker in workers:
+            self._members.setdefault(network.machine(worker), []).append(worker)
 
     def serves(self, name: str) -> bool:
         """Whether a node is a server."""
@@ -106,7 +157,46 @@ class ServerSoftware:
         elif self._machines[self._network.machine(src + dst - server)] > 1:
             self._gather(message, server, src + dst - server)
         else:
-            self._send(message, server, partial(_deliver, self._network, [message]))
+            deliver = partial(_deliver, self._network, [message])
+            early = self._pushes.pop((src, dst), None)
+            if early is not None:
+                early.ends(deliver)
+            else:
+                self._send(message, server, deliver)
+
+    # ---- pushes during backward
+
+    def begin(self, worker: int, start: float, seconds: float) -> None:
+        """Push the variables of the gradient that `worker` computes for `seconds` from `start` on."""
+        if not self._early:
+            return
+        members = self._pushing_with(worker)
+        spans = self._computed.setdefault(members[0], [])
+        spans.append((start, seconds))
+        if len(spans) < len(members):
+            return
+        del self._computed[members[0]]
+        for server, pieces in self._early.items():
+            push = self._pushes[members[0], server] = EarlyPush(len(pieces))
+            for piece in pieces:
+                ready = max(begun + taken * piece.done for begun, taken in spans)
+                self._kernel.at(ready, partial(self._leave, push, piece, server, members))
+
+    def _pushing_with(self, worker: int) -> Sequence[int]:
+        """The workers that push as one with `worker`."""
+        machine = self._network.machine(worker)
+        return self._members[machine] if self._machines[machine] > 1 else (worker,)
+
+    def _leave(self, push: EarlyPush, piece: CompletedPiece, server: int, members: Sequence[int]) -> None:
+        """Sum a piece in its machine, and send it."""
+        summed = self._inside("reduce_scatter", piece.nbytes, members) if len(members) > 1 else self._kernel.now
+        self._kernel.at(summed, partial(self._pack, push, piece, self._network.route(members[0], server)))
+
+    def _pack(self, push: EarlyPush, piece: CompletedPiece, pair: Pair) -> None:
+        seconds = piece.variables * self._variable + piece.nbytes * self._byte
+        message = VariablesMessage(self, pair, piece.nbytes + self._header, seconds, push.arrived)
+        end = self._process(pair.src).reserve(self._kernel.now, seconds)
+        self._kernel.at(end, partial(self._packed, message, self._lives(pair)))
 
     # ---- processes
 
@@ -168,9 +258,12 @@ class ServerSoftware:
             return
         del self._waiting[machine, server, pushed]
         first = max(waiting, key=lambda each: each.nbytes)
-        members = [each.pair.src + each.pair.dst - server for each in waiting]
+        members = self._members[machine]
         deliver = partial(_deliver, network, waiting)
-        if pushed:
+        early = self._pushes.pop((members[0], server), None) if pushed else None
+        if early is not None:
+            early.ends(deliver)
+        elif pushed:
             summed = self._inside("reduce_scatter", first.nbytes, members)
             self._kernel.at(summed, partial(self._send, first, server, deliver))
         else:
@@ -184,6 +277,24 @@ class ServerSoftware:
         network.count_inside(cost, workers)
         link = self._links.setdefault(network.machine(workers[0]), Processor(1))
         return link.reserve(self._kernel.now, cost.seconds)
+
+
+class CompletedPiece(NamedTuple):
+    """Neighboring variables of a gradient: their bytes and number, and the share of a step after which all are done."""
+
+    nbytes: int
+    variables: int
+    done: float
+
+
+def _completed_pieces(completed: Sequence[CompletedVariable], small: int) -> Iterator[CompletedPiece]:
+    """Pieces in the order of backward, of more than `small` bytes but for the last."""
+    nbytes = variables = 0
+    for number, each in enumerate(completed):
+        nbytes, variables = nbytes + each.nbytes, variables + 1
+        if nbytes > small or number == len(completed) - 1:
+            yield CompletedPiece(nbytes, variables, each.done)
+            nbytes = variables = 0
 
 
 def _deliver(network: Network, messages: Sequence[Payload]) -> None:
