@@ -343,6 +343,11 @@ class Node(Protocol):
         """The number of starts of this node before the present one."""
         ...
 
+    @property
+    def engine_inside(self) -> bool:
+        """Whether collectives inside of a computation go by the engine of `group`, and not in messages."""
+        ...
+
     def compute(self, work: Work) -> Operation[Any]:
         """Do `work` on this node, and return its value."""
         ...

@@ -73,6 +73,10 @@ class NodeView:
     def incarnation(self) -> int:
         return self.real.incarnation
 
+    @property
+    def engine_inside(self) -> bool:
+        return self.real.engine_inside
+
     def borrows(self, peer: str, nbytes: int) -> bool:
         return self.real.borrows(self.names.outside(peer), nbytes)
 

@@ -9,7 +9,9 @@ The collectives are written from messages:
 | `all_reduce`     | the two above; for W = 2 its whole tensor   | 2 (W - 1) n / W                    |
 | `exchange`       | the other's tensor                          |                                    |
 
-Sums are in the order of ranks. Each slice is summed by one worker, so that all get the same bits.
+Sums are in the order of ranks. Each slice is summed by one worker, so that all get the same bits. Where the node says
+so (`Node.engine_inside`, accelerators in virtual time), they go by the engine of a group, but for `exchange` and for
+slices of unequal sizes.
 
 Forwards and backwards of split layers need other workers in the middle of them, and autograd cannot be suspended. So
 the code runs in a thread. At a collective the thread hands the call to the loop and waits; `resume` lets it go on.
@@ -28,6 +30,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dure.core.deployment import rank_of_worker
 from dure.core.node import Ghost, StepPortion, StepTime, nothing
 from dure.core.vectors import equal_ranges
 from dure.partition.messages import WAYS, free_tag
@@ -36,7 +39,7 @@ from dure.partition.tensor.ways import CollectiveCall
 
 if TYPE_CHECKING:
     from dure.core.meter import Meter
-    from dure.core.node import Node
+    from dure.core.node import Group, Node
     from dure.partition.layout import Held, StageLayout
     from dure.partition.orders import Action
     from dure.partition.profile import PassShare
@@ -53,6 +56,8 @@ class WayCollectives:
         self._rank = rank
         self._peers = peers
         self._tag = tag
+        ranks = [number for peer in peers if (number := rank_of_worker(peer)) is not None]
+        self._group = node.group(ranks) if node.engine_inside and len(peers) > 1 else None
 
     async def carried(self, call: CollectiveCall) -> Any:
         """The result of a collective."""
@@ -71,12 +76,22 @@ class WayCollectives:
 
     async def _result(self, call: CollectiveCall) -> Any:
         sends, receives = call.sends, call.receives
+        if self._group is not None and call.kind != "exchange" and len({each.numel() for each in sends}) == 1:
+            return await self._by_engine(self._group, call)
         if call.kind == "all_reduce":
             return (await self._all_reduce(sends[0])).view(receives[0])
         if call.kind == "all_gather":
             return await self._exchange([sends[0]] * len(self._peers), receives)
         found = await self._exchange(sends, receives if call.kind == "exchange" else [receives[0]] * len(self._peers))
         return found if call.kind == "exchange" else total(found)
+
+    async def _by_engine(self, group: Group, call: CollectiveCall) -> Any:
+        sends, shape = call.sends, call.receives[0]
+        if call.kind == "all_reduce":
+            return (await group.all_reduce(sends[0].view(-1).clone())).view(shape)
+        if call.kind == "all_gather":
+            return await group.all_gather(sends[0])
+        return (await group.reduce_scatter(joined([each.view(-1) for each in sends]))).view(shape)
 
     async def _all_reduce(self, tensor: Tensor) -> Tensor:
         workers, numel = len(self._peers), tensor.numel()
@@ -114,7 +129,9 @@ class WayCollectives:
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
     """The parts of a flat tensor, one after another."""
-    return parts[0] if isinstance(parts[0], Ghost) else torch.cat(list(parts))
+    if isinstance(parts[0], Ghost):
+        return parts[0].new_empty(sum(each.numel() for each in parts))
+    return torch.cat(list(parts))
 
 
 def _room(like: Tensor, shape: torch.Size) -> Tensor:

@@ -76,11 +76,11 @@ def test_rotated_products_depend_on_the_distance_of_positions() -> None:
     assert not torch.allclose(products[0, 0, 3, 0], products[0, 0, 0, 0], atol=1e-2)
 
 
-def test_layers_are_blocks_of_a_pipeline() -> None:
+def test_layers_are_blocks_of_a_pipeline_and_split_over_workers() -> None:
     job = load_job("transformer:layers=2,hidden=64,heads=4,vocab=100,sequence=16,batch=4")
     assert len(blocks_of(job, job.build())) == 4
-    run = virtual(job, "bsp 1f1b:stages=2,micro=2", workers=4, steps=2, timing_only=True)
-    assert run.summary["seconds"] > 0
+    for strategy in ("bsp 1f1b:stages=2,micro=2", "bsp tensor:ways=2", "bsp 1f1b:stages=2,micro=2+tensor:ways=2"):
+        assert virtual(job, strategy, workers=4, steps=2, timing_only=True).summary["seconds"] > 0
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,8 @@ from transformers import AlbertConfig, AlbertModel, BertConfig, BertModel
 
 from dure.errors import UsageError
 from dure.job.models.char_gpt import decoder
+from dure.job.shapes.transformers import Sizes
+from dure.job.shapes.transformers import decoder as decoder_by_name
 from dure.partition.tensor.plan import SplitPlan
 from dure.partition.tensor.plans import columns, megatron, rows
 from dure.partition.tensor.sequence import by_positions
@@ -195,6 +197,28 @@ def test_a_split_model_equals_the_whole_one(name: str, plan: str, ways: int) -> 
             if each.grad is not None:
                 right = shards[key][rank].of(each.grad) if key in shards else each.grad
                 torch.testing.assert_close(gradients[key], right, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("ways", [2, 3])
+@pytest.mark.parametrize(("form", "kv"), [("gpt", 6), ("llama", 6), ("llama", 3)])
+def test_a_split_transformer_by_name_equals_the_whole_one(form: str, kv: int, ways: int) -> None:
+    if kv % ways:
+        with raising(UsageError, "cannot divide 3 heads of keys"):
+            megatron(decoder_by_name(Sizes(24, 6, kv, 26, form), LAYERS, 31, 9), ways)
+        return
+    torch.manual_seed(0)
+    whole = decoder_by_name(Sizes(24, 6, kv, 26, form), LAYERS, 31, 9).double()
+    outputs = outputs_of(whole)
+    outputs.square().sum().backward()
+    splits = megatron(whole, ways)
+
+    shards = splits.shards(whole, ways)
+    assert len(shards) >= LAYERS * 6
+    for rank, (found, gradients, *_) in enumerate(passes(whole, splits, ways)):
+        torch.testing.assert_close(found, outputs.detach(), rtol=0, atol=1e-12)
+        for key, each in whole.named_parameters():
+            right = shards[key][rank].of(each.grad) if key in shards else each.grad
+            torch.testing.assert_close(gradients[key], right, rtol=0, atol=1e-12)
 
 
 def test_parts_hold_their_share_of_the_split_parameters() -> None:

@@ -13,7 +13,7 @@ from torch import nn
 import dure
 from dure.errors import ClusterError
 from dure.job.data.dataset import Data
-from dure.job.job import Job
+from dure.job.job import Job, load_job
 from dure.planner.candidates import Scene
 from dure.planner.timing import timed
 from dure.runtime.virtual.accelerators import AcceleratorEngine, Card, InsideLink, slowest_of
@@ -212,3 +212,35 @@ def test_the_operations_of_blocks_decide_on_accelerators_where_no_seconds_are_st
 def test_seconds_of_another_number_of_blocks_are_refused():
     with raising(dure.errors.UsageError, "states the seconds of 3 blocks in block_seconds, and its model has 2 blocks"):
         step(dense(4, 4, 4, block_seconds=((1, 1),) * 3), cluster())
+
+
+@pytest.mark.parametrize("ways", [2, 4])
+@pytest.mark.parametrize("batch", [2, 8])
+def test_workers_that_share_layers_reduce_activations_by_the_engine(ways, batch):
+    """Four all-reduces of batch x sequence x hidden for each layer: of both parts, forward and backward."""
+    layers, sequence, hidden = 3, 16, 64
+    job = load_job("transformer:layers=3,hidden=64,heads=4,vocab=50,sequence=16,form=llama", batch_size=batch)
+    rates = 1e9, 4e9
+    slow, fast = (
+        timed(
+            Scene(job, cluster(1, ways, inside=InsideLink(kind="switch", bandwidth=rate)), batch), f"tensor:ways={ways}"
+        )
+        for rate in rates
+    )
+    nbytes = batch * sequence * hidden * 4
+    each = 2 * (ways - 1) / ways * nbytes * (1 / rates[0] - 1 / rates[1])
+    # the embedding of words and the loss have collectives too, of smaller tensors
+    assert 4 * layers * each <= slow.seconds - fast.seconds <= (4 * layers + 3) * each
+
+
+def test_shared_layers_give_the_same_values_by_the_engine_and_in_messages():
+    ends = []
+    for machines in (Machines(count=1, gpus=2), Machines(count=1, workers=2)):
+        run = dure.train(
+            "char-gpt:layers=1,width=16,heads=2,context=8",
+            strategy="tensor:ways=2",
+            on=Cluster(machines=(machines,)),
+            steps=4,
+        )
+        ends.append(run.summary()["loss"])
+    assert ends[0] == ends[1]

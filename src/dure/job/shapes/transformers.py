@@ -61,6 +61,7 @@ class Attention(nn.Module):
 
     def __init__(self, sizes: Sizes, *, causal: bool) -> None:
         super().__init__()
+        self.heads, self.kv = sizes.heads, sizes.kv
         self.width, self.causal, self.rotates = sizes.hidden // sizes.heads, causal, sizes.llama
         self.query, self.key, self.value = (
             sizes.dense(sizes.hidden, count * self.width) for count in (sizes.heads, sizes.kv, sizes.kv)

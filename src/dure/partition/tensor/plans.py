@@ -23,8 +23,10 @@ Megatron-LM's pairing, for models that are known by the classes of their layers:
 | BERT, ALBERT (Hugging Face), attention | `query`, `key`, `value`       | `output.dense`, or ALBERT's `dense`  |
 | the same, perceptron                   | `intermediate.dense`, `ffn`   | `output.dense`, `ffn_output`         |
 | `char-gpt`, attention and perceptron   | `attention` (three in one), `rise` | `project`, `fall`               |
+| `transformer` and encoders by name     | `query`, `key`, `value`, `rise`, `gate` | `output`, `fall`           |
 
-Attention is split by heads. Word embeddings are split by vocabulary, and so are the scores of `char-gpt`.
+Attention is split by heads. Word embeddings are split by vocabulary, and so are the scores of `char-gpt` and
+`transformer`.
 Shoeybi et al., arXiv 1909.08053, section 3.
 """
 
@@ -39,6 +41,7 @@ from torch import Tensor, nn
 
 from dure.errors import UsageError
 from dure.job.models.char_gpt import Block, Embedding, Head, next_loss
+from dure.job.shapes.transformers import Attention, Embeddings, EncoderEmbeddings, NextWord, Perceptron
 from dure.partition.blocks import is_sequence
 from dure.partition.tensor.layers import ByChannel, Column, Row, Vocabulary, is_splittable, split_cross_entropy
 from dure.partition.tensor.plan import LayerSplit, SplitPlan
@@ -173,8 +176,8 @@ Found = Iterator[tuple[str, LayerSplit | None]]
 def megatron(module: nn.Module, ways: int, loss: Callable[[Any, Any], Tensor] | None = None) -> SplitPlan:
     """The plan for a model with a `loss`.
 
-    The scores of words are split where the loss is the cross-entropy of `char-gpt`. Raises `UsageError` for a model in
-    which no layers are known, or with too few heads.
+    The scores of words are split where the loss is the cross-entropy of `char-gpt` and `transformer`. Raises
+    `UsageError` for a model in which no layers are known, or with too few heads.
     """
     found: dict[str, LayerSplit | None] = {}
     sequences = set[str]()
@@ -189,12 +192,12 @@ def megatron(module: nn.Module, ways: int, loss: Callable[[Any, Any], Tensor] | 
         raise UsageError(
             f"no layers of this {type(module).__name__} are known that {ways} workers could share: there are pairs of "
             f"dense layers or convolutions in an nn.Sequential, the first of {ways} outputs or more, with layers that "
-            "act on each channel alone between, Hugging Face BERT and ALBERT, and char-gpt. Describe a plan of your "
-            'own: a subclass of dure.SharedLayers, as partition="FILE.py:CLASS".'
+            "act on each channel alone between, Hugging Face BERT and ALBERT, char-gpt, and models by name. Describe a "
+            'plan of your own: a subclass of dure.SharedLayers, as partition="FILE.py:CLASS".'
         )
     layers = {name: split for name, split in found.items() if split is not None}
     inside = frozenset(found.keys() - layers.keys())
-    head = next((f"{path}.scores" for path, part in module.named_modules() if type(part) is Head), None)
+    head = next((f"{path}.scores" for path, part in module.named_modules() if type(part) in (Head, NextWord)), None)
     if head is None or loss is not next_loss:
         return SplitPlan(_untied(module, layers), inside=inside)
     words = module.get_parameter(f"{head}.weight").shape[0]
@@ -247,6 +250,27 @@ def _gpt_block(block: nn.Module, ways: int) -> Found:
     yield "fall", Row()
 
 
+def _attention(part: nn.Module, ways: int) -> Found:
+    assert isinstance(part, Attention)
+    _check_heads(part.kv, ways)
+    if part.kv != part.heads and part.kv % ways:
+        raise UsageError(
+            f"ways={ways} cannot divide {part.kv} heads of keys, which {part.heads} heads read, evenly: write a "
+            f"divisor of {part.kv}."
+        )
+    for name in ("query", "key", "value"):
+        yield name, Column(part.width)
+    yield "output", Row(part.width)
+
+
+def _perceptron(part: nn.Module, ways: int) -> Found:
+    assert isinstance(part, Perceptron)
+    yield "rise", Column()
+    if part.gate is not None:
+        yield "gate", Column()
+    yield "fall", Row()
+
+
 def _words(name: str) -> Callable[[nn.Module, int], Found]:
     def found(part: nn.Module, ways: int) -> Found:
         yield name, Vocabulary()
@@ -262,7 +286,14 @@ HUGGING_FACE: Mapping[str, Callable[[nn.Module, int], Found]] = {
 }
 """The splits of the layers in a module, by the name of its class, which is not imported."""
 
-OWN: Mapping[type, Callable[[nn.Module, int], Found]] = {Block: _gpt_block, Embedding: _words("characters")}
+OWN: Mapping[type, Callable[[nn.Module, int], Found]] = {
+    Block: _gpt_block,
+    Embedding: _words("characters"),
+    Attention: _attention,
+    Perceptron: _perceptron,
+    Embeddings: _words("words"),
+    EncoderEmbeddings: _words("words"),
+}
 
 
 def _known(part: nn.Module) -> Callable[[nn.Module, int], Found] | None:

@@ -181,6 +181,10 @@ class ProcessNode:
         await self.call(Address(peer, "outbox"), "fetch", into=(into.view(-1),), tag=tag)
         return into
 
+    @property
+    def engine_inside(self) -> bool:
+        return False
+
     def group(self, ranks: Sequence[int]) -> Group:
         if self.collectives is None:
             raise DureError(f"{self.name} has no process group: collectives were not set up for this run.")

@@ -184,6 +184,10 @@ class VirtualNode:
     ) -> Operation[Reply]:
         return RemoteCall(self, service, method, fields, tensors, into)
 
+    @property
+    def engine_inside(self) -> bool:
+        return self.runtime.cluster.accelerated
+
     def borrows(self, peer: str, nbytes: int) -> bool:
         return True
 

@@ -19,6 +19,7 @@ from dure.errors import UsageError
 from dure.job.job import load_job
 from dure.planner.candidates import Scene
 from dure.planner.timing import timed
+from dure.run.step_shape import referred
 from dure.runtime.virtual.cluster import Cluster
 
 if TYPE_CHECKING:
@@ -72,12 +73,13 @@ def _extremes(facts: Mapping[str, OpenFact], ratio: Any, assumed: float) -> tupl
 
 
 def _ratio(source: Source, row: PublishedRow, figure: Figure, values: Values) -> float:
-    than = row.than if figure.than is None else figure.than
-    described = _described(source, row)
-    rate = _rate(described, figure, figure.job, row.set | figure.set | values)
+    than, described = figure.compared(row), _described(source, row)
+    rate = _rate(described, figure.one, figure.job, figure.strategy, row.set | figure.set | values)
     if than is None:
+        assert figure.one is not None  # else the row is refused
         return rate / figure.one
-    return rate / _rate(described, figure, than.job or figure.job, row.set | than.set | _shared(values, figure))
+    other = than.job or figure.job, than.strategy or figure.strategy
+    return rate / _rate(described, figure.one, *other, row.set | than.set | _shared(values, figure))
 
 
 def _shared(values: Values, figure: Figure) -> Values:
@@ -85,15 +87,15 @@ def _shared(values: Values, figure: Figure) -> Values:
     return {at: value for at, value in values.items() if at not in figure.set}
 
 
-def _rate(described: Mapping[str, Any], figure: Figure, job: str, values: Values) -> float:
+def _rate(described: Mapping[str, Any], one: float | None, job: str, strategy: str, values: Values) -> float:
     """Samples per second of a worker."""
     text = with_parameters(job, {at.removeprefix(JOB): each for at, each in values.items() if at.startswith(JOB)})
     rest = {at: value for at, value in values.items() if not at.startswith(JOB)}
-    cluster = cluster_of(described, rest, text, figure.one)
+    cluster = cluster_of(described, rest, text, one)
     batch = _job(text).batch_size * cluster.workers
-    scene = Scene(_job(text), cluster, batch)
+    scene = Scene(_job(text), referred(cluster, _job(text)), batch)
     scene.__dict__["model"] = _scene(text).model  # sizes and shapes of steps, for all clusters
-    return batch / timed(scene, figure.strategy).seconds / cluster.workers
+    return batch / timed(scene, strategy).seconds / cluster.workers
 
 
 def with_parameters(job: str, changed: Mapping[str, Any]) -> str:
@@ -121,13 +123,18 @@ def _described(source: Source, row: PublishedRow) -> Mapping[str, Any]:
     return source.cluster if row.cluster is None else row.cluster
 
 
-def cluster_of(described: Mapping[str, Any], values: Values, job: str, one: float) -> Cluster:
-    """The cluster `described` with other `values`, whose worker alone makes `one` samples of `job` in a second."""
+def cluster_of(described: Mapping[str, Any], values: Values, job: str, one: float | None) -> Cluster:
+    """The cluster `described` with other `values`, whose worker alone makes `one` samples of `job` in a second.
+
+    If that is None, seconds are those of the device that the cluster names.
+    """
     found = deepcopy(dict(described))
     for at, value in values.items():
         _put(found, at, deepcopy(value))
-    for kind in found.get("machines", []):
-        kind["compute"] = {**kind.get("compute", {}), "seconds": _job(job).batch_size / one}
+    if one is not None:
+        seconds = _job(job).batch_size / one
+        for kind in found.get("machines", []):
+            kind["compute"] = {**kind.get("compute", {}), "seconds": seconds}
     return Cluster(**found)
 
 

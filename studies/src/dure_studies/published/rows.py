@@ -16,7 +16,8 @@
       figures:
       - name: 16 GPUs
         job: resnet50:batch=32
-        one: 329.9                                          # samples in a second of one worker alone
+        one: 329.9                                          # samples in a second of one worker alone; without it, the
+                                                            # cluster names a gpu, and `than` is there
         strategy: bsp                                       # bsp if left out
         set: {}                                             # values of this figure in the cluster
         than: {job: ..., set: ...}                          # another setting, to which the rate is relative
@@ -50,9 +51,10 @@ class OpenFact(Validated):
 
 
 class ComparedSetting(Validated):
-    """A job and values of the cluster, in place of those of a figure."""
+    """A job, a strategy, and values of the cluster, in place of those of a figure."""
 
     job: str | None = None
+    strategy: str | None = None
     set: dict[str, Any] = Field(default_factory=dict)
 
 
@@ -61,12 +63,16 @@ class Figure(Validated):
 
     name: str
     job: str
-    one: float = Field(gt=0, allow_inf_nan=False)
+    one: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     measured: float = Field(gt=0, allow_inf_nan=False)
     strategy: str = "bsp"
     set: dict[str, Any] = Field(default_factory=dict)
     than: ComparedSetting | None = None
     open: dict[str, OpenFact] | None = None
+
+    def compared(self, row: PublishedRow) -> ComparedSetting | None:
+        """The setting to which the rate is relative; None for one worker alone."""
+        return row.than if self.than is None else self.than
 
 
 class PublishedRow(Validated):
@@ -99,6 +105,10 @@ class Source(Validated):
         for place, row in enumerate(self.rows):
             if row.id in ids[:place]:
                 raise FieldError(("rows", place, "id"), f"{row.id} is there twice: write another id")
+            lost = next((n for n, each in enumerate(row.figures) if not (each.one or each.compared(row))), None)
+            if lost is not None:
+                problem = "it is relative to nothing: write `one`, the rate of one worker, or `than`, another setting"
+                raise FieldError(("rows", place, "figures", lost), problem)
             names = [figure.name for figure in row.figures]
             if len(set(names)) < len(names):
                 problem = f"two figures of {row.id} have one name: write different ones"
