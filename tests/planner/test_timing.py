@@ -12,6 +12,7 @@ import dure
 from dure.errors import ClusterError, UsageError
 from dure.job.data.dataset import Data
 from dure.job.job import Job, load_job
+from dure.planner import timing
 from dure.planner.candidates import Scene
 from dure.planner.options import PlanOptions
 from dure.planner.plan import scene_of
@@ -174,6 +175,24 @@ def test_cuts_by_a_profile_do_not_depend_on_the_strategies_timed_before():
     fresh = Scene(here.job, here.cluster, here.batch)
     assert setup_in(fresh, "bsp 1f1b:stages=4,micro=4,cuts=profile").stages.layout.bounds == (0, 1, 2, 3, 4)
     assert setup_in(fresh, wanted).stages.layout.bounds == alone
+
+
+@pytest.mark.parametrize("bandwidth", [1.25e5, 1.25e6, 1.25e9])
+@pytest.mark.parametrize("micro", [4, 6, 16])
+def test_a_pipeline_without_a_flush_is_timed_for_few_steps_where_their_periods_are_equal(micro, bandwidth, monkeypatch):
+    """The seconds of few steps are those of many; on a slow link, on which messages queue, many are timed."""
+    kinds = (Machines(count=4, compute=COMPUTE),)
+    here = Scene(load_job("digits-mlp:depth=4"), Cluster(machines=kinds, link=Link(bandwidth=bandwidth)), 128)
+    strategy, steps = f"bsp pipedream-2bw:stages=4,micro={micro}", []
+    monkeypatch.setattr(
+        timing, "setup_in", lambda *args, **rest: steps.append(rest["steps"]) or setup_in(*args, **rest)
+    )
+    found = timed(here, strategy).seconds
+    monkeypatch.setattr(timing, "_short_window", lambda strategy, cluster: None)
+    assert found == pytest.approx(timed(here, strategy).seconds, rel=2e-3)
+    short, usual = steps[0], steps[-1]
+    assert short < usual
+    assert len(steps) <= 3
 
 
 def test_speeds_are_those_of_whole_periods_before_the_first_worker_ends():

@@ -355,19 +355,25 @@ def _steps(strategy: Strategy, cluster: Cluster) -> int:
 
 
 def _windows(strategy: Strategy, cluster: Cluster) -> list[Window]:
-    """The windows to try, until the periods of one are equal; those of the last one count as they are.
-
-    A pipeline repeats its order after as many micro-batches as it has stages, and is full after twice as many. Where
-    its messages take longer than its computation, they queue for more mini-batches than that.
-    """
+    """The windows to try, until the periods of one are equal; those of the last one count as they are."""
     usual = Window(_warm_of(strategy, cluster), _period_of(strategy), _steps(strategy, cluster))
+    short = _short_window(strategy, cluster)
+    return [usual] if short is None or short.steps >= usual.steps else [short, usual]
+
+
+def _short_window(strategy: Strategy, cluster: Cluster) -> Window | None:
+    """The window of a pipeline without a flush, by its order; None for others.
+
+    The order repeats after as many micro-batches as there are stages, and the pipeline is full after twice as many.
+    Where messages take longer than the computation, they queue for more mini-batches than that.
+    """
     pipeline = pipeline_of(strategy.partition)
-    if pipeline is None or pipeline.flushes or not (_together(strategy) and _equal(cluster)):
-        return [usual]
+    together = _together(strategy) and _equal(cluster) and not isinstance(strategy.sync, Periodic)
+    if pipeline is None or pipeline.flushes or not together:
+        return None
     stages, micro = pipeline.stages, pipeline.micro_batches
     warm, period = 1 + math.ceil(2 * stages / micro), stages // math.gcd(stages, micro)
-    short = Window(warm, period, warm + COMPARED * period + 1)
-    return [short, usual] if short.steps < usual.steps and not isinstance(strategy.sync, Periodic) else [usual]
+    return Window(warm, period, warm + COMPARED * period + 1)
 
 
 def _running(cluster: Cluster, strategy: Strategy) -> Cluster:
