@@ -40,10 +40,10 @@ def test_each_name_is_a_study_of_a_module():
         assert callable(find(point.name).reproduce)
         assert callable(find(point.name).table)
     folder = Path(dure_studies.__file__).parent
-    with_reproduce = {path.stem for path in folder.glob("*.py") if "\ndef reproduce(" in path.read_text("utf-8")}
-    with_study = {path.stem for path in folder.glob("*.py") if "\nSTUDY = " in path.read_text("utf-8")}
+    texts = {path: path.read_text("utf-8") for path in folder.rglob("*.py")}
+    of_study = [path for path, text in texts.items() if "\ndef reproduce(" in text or "\nSTUDY = " in text]
     named = {point.module.rpartition(".")[2] for point in [*found, *entry_points(group=PAPERS)]}
-    assert named == with_reproduce | with_study
+    assert named == {path.stem if path.parent == folder else path.parent.name for path in of_study}
 
 
 def test_the_version_is_that_of_dure():

@@ -10,3 +10,7 @@
 A figure is a ratio: samples per second of a worker, relative to one worker alone or to another setting. Seconds of one
 worker are the only calibration of a row.
 """
+
+from dure_studies.published.study import quick, reproduce, table
+
+__all__ = ["quick", "reproduce", "table"]
