@@ -69,7 +69,7 @@ CASES = {
     "collective": Case("bsp collective", steps=4 * STEPS, ordered=True),
     "ring": Case("bsp collective:algorithm=ring", steps=3 * STEPS, ordered=True),
     "pipeline": Case("bsp collective gpipe:stages=2", steps=STEPS, ordered=True),
-    "bsp": Case("bsp ps:shards=2", steps=STEPS // 2, ordered=True),
+    "bsp": Case("bsp ps:shards=2", ordered=True),
     "ssp": Case("ssp ps:shards=2"),
     "ssp-1": Case("ssp ps:shards=1"),
     "downpour": Case("downpour ps:shards=2", steps=3 * STEPS),
