@@ -108,6 +108,7 @@ for step in range(job.steps):
         print(f"step {{step + 1}}: loss {{loss.item():.4f}}", flush=True)
 if rank == 0:
     torch.save(model.module.state_dict(), "model.pt")
+del model  # it holds the group, whose threads must end before the interpreter
 torch.distributed.destroy_process_group()
 """
 
