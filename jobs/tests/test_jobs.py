@@ -41,9 +41,12 @@ def test_both_distributions_have_one_version() -> None:
     assert f"dure=={dure.__version__}" in PROJECT["dependencies"]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(each, marks=has_data) if each in NEEDS_DATA else each for each in OFFERED]
-)
+def marks(name: str) -> list[pytest.MarkDecorator]:
+    """Jobs of Hugging Face learn for half a minute."""
+    return [has_data] * (name in NEEDS_DATA) + [pytest.mark.long] * name.startswith("imdb")
+
+
+@pytest.mark.parametrize("name", [pytest.param(each, marks=marks(each)) for each in OFFERED])
 def test_jobs_are_whole_and_learn(name: str) -> None:
     is_whole_and_learns(name, OPTIMIZERS.get(name, "sgd"), STEPS.get(name, 40))
 

@@ -167,6 +167,7 @@ def test_a_dead_server_takes_an_elastic_run_back_to_the_checkpoint(strategy, vic
     assert trial.driver.roster.finished.keys() == {f"worker {rank}" for rank in range(SCALED)}
 
 
+@pytest.mark.long  # 7 s; a launcher that was killed keeps the leases in make test
 def test_a_server_that_comes_back_alone_keeps_the_leases(losing):
     trial, outcome, _, data = losing("downpour ps:shards=2", "server 1")
     assert len(trial.drivers) == 1
@@ -197,6 +198,7 @@ def test_a_worker_that_is_started_again_before_the_others_have_written_holds_nob
 # ---- the last checkpoint, other lengths, other numbers
 
 
+@pytest.mark.long  # 14 s; runs of a killed launcher go on in make test
 def test_sigterm_leaves_a_checkpoint_from_which_the_rest_is_used_once(tmp_path, fork_server):
     out, data = tmp_path / "run", tmp_path / "data"
     data.mkdir()

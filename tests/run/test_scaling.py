@@ -126,6 +126,7 @@ def test_workers_come_and_go_and_each_sample_of_an_epoch_is_used_once(strategy, 
     assert not (trial.config.out / STATE).exists()
 
 
+@pytest.mark.long  # 11 s; a notice is answered in make test
 def test_a_warned_worker_leaves_and_another_takes_its_place(elastic):
     plan = Plan(
         (working(2, 100), lambda trial: trial.fork_server.signal("worker 1", signal.SIGTERM)),
