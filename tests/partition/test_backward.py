@@ -7,7 +7,7 @@ from torch import nn
 import dure
 from dure.job.job import load_job
 from dure.job.replica import Replica
-from dure.partition.backward import by_operations
+from dure.partition.backward import DeviceSpeed, by_operations
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def test_backward_of_frozen_blocks_gives_the_gradient_of_their_inputs_alone(froz
     targets = torch.zeros(4, dtype=torch.int64)
     job = load_job("digits-mlp").adjusted(model=model, train=dure.Data(torch.ones(4, 8), targets))
     replica = Replica(model())
-    shape = by_operations(job, replica, batch=4, intensity=0.0)
+    shape = by_operations(job, replica, batch=4, speed=DeviceSpeed(0.0))
     assert shape is not None
     done = {int(replica.layers[each.number].name.split(".")[0]): each.done for each in shape.tensors}
     last = max(passes.values())
