@@ -199,7 +199,7 @@ def test_a_wrong_request_changes_nothing(content, number, elastic):
         (working(2, 10), lambda trial: (trial.config.out / REQUEST).write_text(content)),
         (lambda trial: not (trial.config.out / REQUEST).exists(), lambda trial: None),
     )
-    trial, _, _ = elastic("downpour ps", plan, epochs=1.0)
+    trial, _, _ = elastic("downpour ps", plan, epochs=4.0)
     assert not plan.acts
     assert trial.driver.roster.finished.keys() == {"worker 0", "worker 1"}
 
