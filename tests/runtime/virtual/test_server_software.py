@@ -85,6 +85,20 @@ def test_one_worker_and_one_server_are_queues_in_series(variable: float, rate: f
     assert exchange.network.counters(0 if there else 1).bytes_sent == count * (nbytes + HEADER)
 
 
+@pytest.mark.parametrize(("threads", "rate"), [(2, 20e6), (5, 20e6), (3, 2e9)])
+def test_threads_pack_several_variables_at_once_and_one_unpacks(threads: int, rate: float) -> None:
+    count, nbytes = 5, 400_000
+    exchange = Exchange(1, [nbytes // 4] * count, process=rate, threads=threads)
+    exchange.send("worker 0", "server 0", count * nbytes)
+    process, wire = nbytes / rate, (nbytes + HEADER) / CARD
+    left = unpacked = 0.0
+    for number in range(count):
+        packed = (1 + number // threads) * process
+        left = max(left, packed) + wire
+        unpacked = max(unpacked, left) + process
+    assert exchange.ends() == [pytest.approx(unpacked, rel=1e-9)]
+
+
 def test_unequal_variables_wait_in_their_order() -> None:
     """The largest one goes through process, card and process as a whole: it decides the seconds."""
     sizes, rate = [10_000, 500_000, 20_000], 20e6

@@ -166,8 +166,9 @@ class ServerMachines(Validated):
 
     `price`: of an hour of a machine. The others describe the software of all servers (`server_software`). `variable`:
     seconds of a process, at each end, for a variable of a push or a pull. `process`: bytes of these that a process
-    packs or unpacks in a second; None: without limit. `per_machine`: the workers of a machine push and pull as one.
-    `overlap`: with bsp, variables of a gradient are pushed during backward, as soon as each is complete.
+    packs or unpacks in a second; None: without limit. `threads`: variables that it packs at once. `per_machine`: the
+    workers of a machine push and pull as one. `overlap`: with bsp, variables of a gradient are pushed during backward,
+    as soon as each is complete.
     """
 
     cores: Cores = 4
@@ -175,6 +176,7 @@ class ServerMachines(Validated):
     link: Link | None = None
     variable: Seconds = 0.0
     process: MemoryRate | None = None
+    threads: int = Field(default=1, ge=1, le=1024)
     per_machine: bool = False
     overlap: bool = False
 

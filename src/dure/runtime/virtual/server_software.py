@@ -11,6 +11,9 @@ V equal variables, p seconds in a process and w on the wire, from one worker to 
 
     p + (V - 1) max(p, w) + w + p
 
+With `threads`, a process packs so many variables at once, and one thread of its own unpacks: TensorFlow's service
+answers each request for a tensor in a pool of threads (`grpc_worker_service.cc`), and one thread takes the answers.
+
 Neighboring variables travel together until they have more bytes than a message that does not queue (`Cluster.small`);
 they cost their number of `variable`. A header belongs to each message on the wire.
 
@@ -127,7 +130,9 @@ class ServerSoftware:
         self._byte = 0.0 if servers.process is None else 1.0 / servers.process
         self._variables = {network.node(name): sizes for name, sizes in variables.items()}
         self._cuts: dict[tuple[int, int], list[tuple[int, int]]] = {}
-        self._processes: dict[tuple[int, int], Processor] = {}  # of each incarnation of a node
+        self._threads = servers.threads
+        self._packing: dict[tuple[int, int], Processor] = {}  # of each incarnation of a node
+        self._unpacking: dict[tuple[int, int], Processor] = {}
         workers = [network.node(name) for name in network.names if name.startswith(WORKER)]
         self._machines = Counter(map(network.machine, workers)) if together and servers.per_machine else Counter()
         self.updates = len(self._machines) / len(workers) if self._machines else 1.0
@@ -195,7 +200,7 @@ class ServerSoftware:
     def _pack(self, push: EarlyPush, piece: CompletedPiece, pair: Pair) -> None:
         seconds = piece.variables * self._variable + piece.nbytes * self._byte
         message = VariablesMessage(self, pair, piece.nbytes + self._header, seconds, push.arrived)
-        end = self._process(pair.src).reserve(self._kernel.now, seconds)
+        end = self._packer(pair.src).reserve(self._kernel.now, seconds)
         self._kernel.at(end, partial(self._packed, message, self._lives(pair)))
 
     # ---- processes
@@ -209,7 +214,7 @@ class ServerSoftware:
             ends = i == len(cuts) - 1
             piece = VariablesMessage(self, pair, nbytes + more, seconds, then if ends else None)
             more = self._header
-            self._kernel.at(self._process(pair.src).reserve(now, seconds), partial(self._packed, piece, lives))
+            self._kernel.at(self._packer(pair.src).reserve(now, seconds), partial(self._packed, piece, lives))
 
     def _packed(self, piece: VariablesMessage, lives: tuple[int, int]) -> None:
         if lives == self._lives(piece.pair):
@@ -222,18 +227,27 @@ class ServerSoftware:
     def unpack(self, piece: VariablesMessage) -> None:
         """Unpack a piece that arrives, unless it is lost."""
         if self._network.received(piece):
-            end = self._process(piece.pair.dst).reserve(self._kernel.now, piece.seconds)
+            end = self._unpacker(piece.pair.dst).reserve(self._kernel.now, piece.seconds)
             self._kernel.at(end, partial(self._unpacked, piece))
 
     def _unpacked(self, piece: VariablesMessage) -> None:
         if piece.then is not None and piece.life == self._network.life(piece.pair.dst):
             piece.then()
 
-    def _process(self, node: int) -> Processor:
+    def _packer(self, node: int) -> Processor:
         key = node, self._network.life(node)
-        if key not in self._processes:
-            self._processes[key] = Processor(1)
-        return self._processes[key]
+        if key not in self._packing:
+            self._packing[key] = Processor(self._threads)
+        return self._packing[key]
+
+    def _unpacker(self, node: int) -> Processor:
+        """One thread: the only one of the process, or one beside those that pack."""
+        if self._threads == 1:
+            return self._packer(node)
+        key = node, self._network.life(node)
+        if key not in self._unpacking:
+            self._unpacking[key] = Processor(1)
+        return self._unpacking[key]
 
     def _cut(self, server: int, nbytes: int) -> list[tuple[int, int]]:
         """Bytes and number of variables of each piece of a message: a codec takes the same share of all variables."""
