@@ -34,8 +34,10 @@ from dure.planner.sweeps import Sweep, of_workers, sweeps, with_bandwidth, with_
 from dure.planner.timing import largest_memory, setup_in, timed
 from dure.report.labels import seconds_text
 from dure.run.config import TrainConfig
+from dure.run.step_shape import referred
 from dure.runtime.virtual.cluster import Cluster, Link, Machines, SharedHost
 from dure.runtime.virtual.compute import Constant
+from dure.runtime.virtual.fabric import Racks, Site, SiteLine
 from dure_jobs.mnist import convnet
 
 FAST = Constant(flops_per_second=1e9, overhead=1e-3)
@@ -190,6 +192,29 @@ def test_one_machine_is_the_fastest_with_all_its_workers():
     assert (timing.worker_machines, timing.batch_size) == (1, 32)
     host = Scene(here.job, Cluster(machines=[Machines(count=4)], host=SharedHost(cores=2)), 4 * 32)
     assert host.alone.workers == 1
+
+
+@pytest.mark.parametrize(
+    "cluster",
+    [
+        Cluster.described("2x4 t4 @ 1 Gbit/s"),
+        Cluster(machines=(Machines(count=4, workers=4),), racks=Racks(machines=2)),
+        Cluster(
+            machines=(Machines(count=4, workers=4),),
+            sites=(Site(machines=2), Site(machines=2)),
+            between=SiteLine(bandwidth="1 Gbit/s", latency="10 ms"),
+        ),
+    ],
+    ids=["accelerators", "racks", "sites"],
+)
+def test_one_machine_of_several_is_a_candidate_everywhere(cluster):
+    """A machine with four workers takes as many steps of theirs as the cluster has machines."""
+    job = load_job("digits-mlp")
+    here = Scene(job, referred(cluster, job), 32 * cluster.workers)
+    found = timed(here, ONE)
+    assert here.alone.workers == 4
+    assert found.seconds == pytest.approx(cluster.workers / 4 * timed(here.alone, "bsp").seconds)
+    assert found.worker_machines == 1
 
 
 def test_one_machine_is_trained_to_a_target_with_both_rates():

@@ -90,8 +90,9 @@ def one_machine(cluster: Cluster, flops: float) -> Cluster:
         first += kind.count * kind.workers
     _, kind, speeds = min(found, key=lambda each: each[0])
     workers = 1 if sum(each.count for each in cluster.machines) == 1 else kind.workers
-    alone = kind.changed(count=1, workers=workers, speed=speeds[:workers])
-    return cluster.changed(machines=(alone,), events=())
+    size = {"gpus" if kind.gpus else "workers": workers}
+    alone = kind.changed(count=1, speed=speeds[:workers], **size)
+    return cluster.changed(machines=(alone,), events=(), racks=None, sites=(), between=None)
 
 
 ONE = "one machine"
