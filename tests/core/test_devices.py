@@ -53,7 +53,9 @@ def test_a_part_of_a_name_finds_devices_and_links() -> None:
 
 
 def test_unknown_names_are_explained() -> None:
-    with raising(UsageError, "no device is called 'v100-sxm2-16'"):
+    with raising(UsageError, "There is v100-sxm2-16gb."):
         device("v100-sxm2-16")
+    with raising(UsageError, 'Did you mean "rtx-4090"?'):
+        device("rtx4090")
     with raising(UsageError, "has 'warp-drive' in its name"):
         found("warp-drive")

@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from support.wording import raising
 from torch import nn
 
 import dure
-from dure.job.initial_model import numel_of, shapes_of
+from dure.errors import UsageError
+from dure.job.initial_model import InitialModel, numel_of, shapes_of
 from dure.job.job import Job, load_job
 from dure.job.replica import Replica
 
@@ -46,3 +48,16 @@ def test_models_of_shapes_share_nothing_and_keep_their_ties(held):
     assert not {id(each) for each in one.parameters()} & {id(each) for each in other.parameters()}
     if held:
         assert one.function.__closure__[0].cell_contents is one
+
+
+@pytest.mark.parametrize(("key", "value"), [("accumulate", 2), ("precision", "bf16")])
+def test_what_plans_alone_know_is_refused_where_values_are_trained(key, value):
+    job = load_job("digits-mlp", **{key: value})
+    assert InitialModel(job, 0, timing_only=True).params.numel() > 0
+    with raising(UsageError, "Job.accumulate and Job.precision are for plans"):
+        _ = InitialModel(job, 0).replica
+
+
+def test_a_published_model_without_values_says_so_first():
+    with raising(UsageError, "shapes and no values"):
+        _ = InitialModel(load_job("alexnet"), 0).replica

@@ -102,7 +102,9 @@ def device(name: str) -> Device:
     """The device of this name. Raises `UsageError` for a name that the catalogue lacks."""
     known = {each.name: each for each in catalogue().devices}
     if name not in known:
-        raise UsageError(f"no device is called {name!r}.{nearest(name, known)} `dure devices` lists {len(known)}.")
+        alike = [each for each in known if name in each]
+        hint = f" There is {names(alike)}." if alike and name else nearest(name, known)
+        raise UsageError(f"no device is called {name!r}.{hint} `dure devices` lists {len(known)}.")
     return known[name]
 
 

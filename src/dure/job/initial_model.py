@@ -57,11 +57,11 @@ class InitialModel:
     def replica(self) -> Replica:
         """A replica with the initial values. Raises `UsageError` for a model that cannot be one."""
         try:
-            if not self._timing_only and (self._job.accumulate > 1 or self._job.precision):
-                raise UsageError(PLANNED)
             module = self._job.build(self._seed)
             if not self._timing_only and any(each.is_meta for each in module.parameters()):
                 raise UsageError(WITHOUT_VALUES)
+            if not self._timing_only and (self._job.accumulate > 1 or self._job.precision):
+                raise UsageError(PLANNED)
             return Replica(module if self._timing_only else module.to(self._device))  # it may be on the meta device
         except (ReplicaError, UsageError) as error:
             raise UsageError(f"{self._job.name or 'the job'}: {error}") from error.__cause__ or error
