@@ -680,7 +680,8 @@ def test_more_servers_than_parameters_are_refused():
 @pytest.mark.parametrize("strategy", ["bsp", "ssp ps:shards=2", "averaging"])
 def test_steps_leave_nothing_to_the_collector_of_cycles(strategy):
     """What a step has made is free at once, and its memory used again: with many workers, caches hold it then."""
-    config = TrainConfig(job="digits-mlp", strategy=strategy, on="virtual", workers=4, steps=50, timing_only=True)
+    steps = 200
+    config = TrainConfig(job="digits-mlp", strategy=strategy, on="virtual", workers=4, steps=steps, timing_only=True)
     setup, cluster = resolve(config)
     # The first run imports what it needs, and imports leave cycles.
     first, segment = (VirtualSegment(VirtualRun(setup, cluster, Callbacks()), None) for _ in range(2))
@@ -689,7 +690,7 @@ def test_steps_leave_nothing_to_the_collector_of_cycles(strategy):
     gc.disable()
     try:
         segment.run()
-        assert gc.collect() < 50
+        assert gc.collect() < steps  # other threads of the process leave some
     finally:
         gc.enable()
 
