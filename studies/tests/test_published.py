@@ -15,7 +15,6 @@ from dure_studies.published.score import RatioPair, is_inside, kendall, score, s
 
 OWN = """
 source: our laboratory
-key: X
 cluster:
   machines: [{count: 2, gpus: 2, inside: {kind: pcie}}]
   link: {bandwidth: 10 Gbit/s}
@@ -116,7 +115,7 @@ def test_places_name_keys_of_the_cluster(own: Path) -> None:
     found = cluster_of(described, {"machines.count": 3, "machines.card.share": 0.5}, "alexnet:batch=64", 500.0)
     assert (found.workers, found.machines[0].card.share) == (6, 0.5)
     assert found.machines[0].compute.seconds == pytest.approx(64 / 500)
-    assert fitted_from(found) == ("D", "G", "H", "L", "N", "T")
+    assert fitted_from(found) == ("D", "G", "H", "L", "N", "T", "U")
     with raising(UsageError, "machines.count.of: count is no mapping"):
         cluster_of(described, {"machines.count": 2, "machines.count.of": 1}, "alexnet", 500.0)
 

@@ -9,7 +9,7 @@ from support.wording import raising
 from torch import nn
 
 from dure.core.devices import KERNEL, MOVED, PRODUCTS, device
-from dure.errors import ClusterError
+from dure.errors import ClusterError, UsageError
 from dure.job.data.dataset import Data
 from dure.job.job import Job, load_job
 from dure.run.step_shape import device_seconds, referred
@@ -86,3 +86,9 @@ def test_a_line_of_several_machines_needs_the_speed_of_their_cards() -> None:
         Cluster.described("2x8 t4")
     with raising(ClusterError, "t44"):
         Cluster.described("2x8 t44 @ 10 Gbit/s")
+
+
+@pytest.mark.parametrize("partition", ["gpipe:stages=2,micro=2", "tensor:ways=2"])
+def test_steps_of_several_mini_batches_are_for_whole_models(partition: str) -> None:
+    with raising(UsageError, "accumulate=2 is for workers with the whole model"):
+        virtual(dense(accumulate=2), f"bsp {partition}", workers=2, steps=1, timing_only=True)

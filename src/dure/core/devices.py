@@ -12,13 +12,12 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BeforeValidator, Field, PlainSerializer
+from pydantic import Field
 
-from dure.core import units
 from dure.core.spec_text import names, nearest
-from dure.core.units import Flops, Rate, Size
+from dure.core.units import Flops, MemoryRate, Rate, Size
 from dure.core.validated import Validated, read_yaml_file
 from dure.errors import UsageError
 
@@ -35,8 +34,6 @@ MOVED = 0.75
 
 SLOWER = {"tf32": "fp32", "bf16": "fp16", "fp16": "fp32", "fp8": "bf16"}
 """The precision in which a device computes that lacks the other one."""
-
-MemoryRate = Annotated[float, BeforeValidator(units.rate), PlainSerializer(units.as_memory_rate, when_used="json")]
 
 
 class Device(Validated):

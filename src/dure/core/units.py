@@ -167,5 +167,6 @@ def as_flops(value: float) -> str:
 Seconds = Annotated[float, BeforeValidator(seconds), PlainSerializer(as_seconds, when_used="json")]
 PositiveSeconds = Annotated[Seconds, BeforeValidator(above_zero)]
 Rate = Annotated[float, BeforeValidator(rate), PlainSerializer(as_rate, when_used="json")]
+MemoryRate = Annotated[float, BeforeValidator(rate), PlainSerializer(as_memory_rate, when_used="json")]
 Size = Annotated[int, BeforeValidator(size), PlainSerializer(as_size, when_used="json")]
 Flops = Annotated[float, BeforeValidator(flops), PlainSerializer(as_flops, when_used="json")]

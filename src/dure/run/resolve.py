@@ -350,6 +350,11 @@ def _check(setup: Setup, cluster: Cluster | None) -> None:
     check_clip(setup)
     if setup.stages is not None:
         check_ties(setup, setup.stages)
+        if setup.job.accumulate > 1:
+            raise UsageError(
+                f"accumulate={setup.job.accumulate} is for workers with the whole model, and {setup.strategy} splits "
+                "it: leave it out. A pipeline has micro-batches of its own, as in 1f1b:stages=2,micro=8."
+            )
     for name in cluster.codecs if cluster is not None else ():
         check_codec_name(name)
     if cluster is not None:

@@ -33,7 +33,11 @@ def step_shape(setup: Setup, cluster: Cluster) -> StepShape:
     share of backward that the cluster states.
     """
     known, batch = setup.model.step_shapes, setup.batch_sizes[0]
-    speed = _speed(cluster, setup.job) if cluster.accelerated or cluster.servers.overlap else None
+    speed = (
+        _speed(cluster, setup.job, setup.model.replica.params.dtype)
+        if cluster.accelerated or cluster.servers.overlap
+        else None
+    )
     key = (batch, speed, cluster.backward)
     if key not in known:
         known[key] = _shape(setup, cluster, batch, speed)
@@ -101,32 +105,30 @@ USUAL = 16.0
 """Intensity of a device that the cluster does not name: that of a V100 in fp32."""
 
 
-def _speed(cluster: Cluster, job: Job) -> DeviceSpeed:
+def _speed(cluster: Cluster, job: Job, dtype: torch.dtype) -> DeviceSpeed:
     """The speed of the first kind of machines in the engine's cost of blocks."""
     name, given = cluster.machines[0].gpu, cluster.engine.intensity
     if given is not None or name is None:
         return DeviceSpeed(USUAL if given is None else given)
-    return _of_device(device(name), precision_of(job))
+    return _of_device(device(name), _precision(job, dtype))
 
 
 def _of_device(here: Device, precision: str) -> DeviceSpeed:
     return DeviceSpeed(here.intensity(precision), KERNEL * here.speed(precision))
 
 
-def precision_of(job: Job) -> str:
-    """The precision of a job's matrix products: as it says, or that of the first parameter of its model."""
-    if job.precision:
-        return job.precision
-    kind = next((each.dtype for each in job.build(0).parameters()), torch.float32)
-    return next((name for name, dtype in PRECISIONS.items() if dtype == kind), "fp32")
+def _precision(job: Job, dtype: torch.dtype) -> str:
+    """The precision of a job's matrix products: as it says, or that of parameters of `dtype`."""
+    return job.precision or next((name for name, kind in PRECISIONS.items() if kind == dtype), "fp32")
 
 
 def device_seconds(job: Job, name: str) -> float:
     """Seconds of a step of the job's own mini-batch on the device of the catalogue that is called so."""
     known: dict[str, float] = job.__dict__.setdefault("_device_seconds", {})
     if name not in known:
-        here, precision = device(name), precision_of(job)
-        costs = costs_of(job, job.build(0), job.own_batch_size, _of_device(here, precision))
+        here, module = device(name), job.build(0)
+        precision = _precision(job, next(module.parameters()).dtype)
+        costs = costs_of(job, module, job.own_batch_size, _of_device(here, precision))
         known[name] = (job.own_flops if costs is None else costs.step) / here.speed(precision)
     return known[name]
 

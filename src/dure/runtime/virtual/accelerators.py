@@ -12,15 +12,13 @@ from __future__ import annotations
 
 import math
 from statistics import NormalDist
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
+from pydantic import Field, model_validator
 
 from dure.core import units
-from dure.core.units import Rate, Seconds, Size
+from dure.core.units import MemoryRate, Rate, Seconds, Size
 from dure.core.validated import Validated
-
-MemoryRate = Annotated[float, BeforeValidator(units.rate), PlainSerializer(units.as_memory_rate, when_used="json")]
 
 
 class InsideKind(NamedTuple):

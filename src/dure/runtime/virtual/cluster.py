@@ -49,14 +49,13 @@ from dure.core.deployment import check_workers
 from dure.core.devices import Device, device
 from dure.core.spec_text import machines_in_line
 from dure.core.text import quoted
-from dure.core.units import PositiveSeconds, Rate, Seconds, Size
+from dure.core.units import MemoryRate, PositiveSeconds, Rate, Seconds, Size
 from dure.core.validated import FieldError, Validated, read_yaml_file
 from dure.errors import ClusterError, UsageError
 from dure.runtime.virtual.accelerators import AcceleratorEngine, Card, InsideLink
 from dure.runtime.virtual.compute import Compute, Constant, Durations, Factor, Speed
 from dure.runtime.virtual.fabric import Fabric, Racks, Site, SiteLines, check_sites
 
-MemoryRate = Annotated[float, BeforeValidator(units.rate), PlainSerializer(units.as_memory_rate, when_used="json")]
 PerByte = Annotated[float, BeforeValidator(units.per_byte), PlainSerializer(units.as_per_byte, when_used="json")]
 SamplesRate = Annotated[
     float,

@@ -151,7 +151,7 @@ def _put(described: dict[str, Any], at: str, value: Any) -> None:
 
 
 CHOSEN = {
-    "spread": ("H", "T", "D", "L", "G", "N"),
+    "spread": ("H", "T", "D", "L", "G", "N", "U"),
     "contention": ("H",),
     "start": ("D",),
     "tensor": ("D",),
@@ -171,7 +171,7 @@ def fitted_from(cluster: Cluster) -> tuple[str, ...]:
     if cluster.accelerated:
         used |= {"spread", "contention", "start"}
         used |= {"tensor"} if cluster.engine.library == "ddp" else set()
-        used |= {"mesh"} if any((kind.inside or cluster.inside).kind == "mesh" for kind in cluster.machines) else set()
+        used |= {"mesh"} if cluster.inside_of(0).kind == "mesh" else set()
     elif cluster.servers.process is not None:
         used |= {"spread", "process"}
     return tuple(sorted({source for name in used for source in CHOSEN[name]}))

@@ -1,7 +1,6 @@
 """Files of published rows.
 
     source: PyTorch, benchmarks/distributed/ddp/README.md
-    key: D                                                  # letter of the source: its constants are named by it
     stated: 2 DGX-1 with 8 V100 each, ...                   # what the source says
     assumed: 88 % of a card for data                        # what the cluster adds to that
     cluster: {machines: [{count: 2, gpus: 8}], ...}         # as in a cluster file
@@ -92,7 +91,6 @@ class Source(Validated):
     """The rows of a source, and the cluster on which they were measured."""
 
     source: str
-    key: str
     cluster: dict[str, Any]
     rows: tuple[PublishedRow, ...] = Field(min_length=1)
     stated: str = ""
