@@ -150,6 +150,7 @@ def plan(
     target_loss: float | None = ...,
     learn: int = ...,
     steps: int | None = ...,
+    vary: int = ...,
     within: float = ...,
     report: Path | str | None = ...,
 ) -> Ranking:

@@ -303,6 +303,10 @@ def test_the_legend_says_that_bytes_and_memory_are_those_of_a_worker():
     text = ending(plan_values() | {"machines": "8 machines", "batch": BATCH * WORKERS, "basis": basis})
     assert "`memory` and `sent/step` are those of one worker" in text
     assert basis in text.splitlines()
+    for sentence in plan_values()["open"]["said"]:
+        assert text.splitlines().index(sentence) < text.splitlines().index(basis)
+    closed = ending(plan_values() | {"machines": "8 machines", "batch": BATCH * WORKERS, "basis": basis, "open": None})
+    assert "leaves facts open" not in closed
 
 
 @pytest.mark.long

@@ -75,6 +75,8 @@ def test_the_answer_is_on_top():
         'dure train imagenet-resnet50 --on lab.yaml --workers 8 --strategy "averaging:period=8 ring" --batch-size 64',
         "so it hides behind the backward pass.",
         "What would change the ranking",
+        "What the cluster does not state",
+        "The cluster leaves facts open, so bsp ring has 1,900 to 2,400 samples/s",
         "All seconds here are virtual:",
         "Ranking",
     ]

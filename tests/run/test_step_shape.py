@@ -9,6 +9,7 @@ from support.wording import raising
 from torch import nn
 
 from dure.core.devices import KERNEL, MOVED, PRODUCTS, device
+from dure.core.spec_text import machines_in_line
 from dure.errors import ClusterError, UsageError
 from dure.job.data.dataset import Data
 from dure.job.job import Job, load_job
@@ -86,6 +87,29 @@ def test_a_line_of_several_machines_needs_the_speed_of_their_cards() -> None:
         Cluster.described("2x8 t4")
     with raising(ClusterError, "t44"):
         Cluster.described("2x8 t44 @ 10 Gbit/s")
+
+
+def test_a_line_states_links_cards_and_transport() -> None:
+    cluster = Cluster.described("2x8 A100-pcie-40gb PCIe-host @ 4 x 25 Gbit/s TCP")
+    assert (cluster.inside_of(0).kind, cluster.inside_of(0).bandwidth) == ("pcie-host", pytest.approx(11e9))
+    assert (cluster.card.count, cluster.card.transport, cluster.link.bandwidth) == (4, "tcp", 25e9 / 8)
+    assert Cluster.described("2x8 h100-sxm5-80gb switch @ 400 Gbit/s").inside_of(0).bandwidth == 360e9
+    for text in ("2x8 t4 @ 4x 100 Gbit/s rdma", "1x8 t4 pcie", "2x2 t4 @ 10 Gbit/s"):
+        assert str(machines_in_line(text)) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("2x8 t4 nvlink @ 10 Gbit/s", "'nvlink' is unknown"),
+        ("2x8 t4 @ 10 Gbit/s roce", "'10 Gbit/s roce' is not a bandwidth"),
+        ("2x8 t4 @ 0x10 Gbit/s", "card.count: 0 must be at least 1"),
+        ("2x8 t4 tcp", "nothing says how fast"),
+    ],
+)
+def test_wrong_words_of_a_line_are_refused(text: str, words: str) -> None:
+    with raising(ClusterError, words):
+        Cluster.described(text)
 
 
 @pytest.mark.parametrize("partition", ["gpipe:stages=2,micro=2", "tensor:ways=2"])

@@ -144,6 +144,8 @@ def ending(values: dict[str, Any]) -> str:
         )
     if values["answer"]["would_change"]:
         lines += ["What would change the answer:", *(f"  {each}" for each in values["answer"]["would_change"])]
+    if values["open"]:
+        lines += [*values["open"]["said"], ""]
     lines.append(
         f"Seconds are predicted, in virtual time, for {values['cluster']}: {values['machines']}; with "
         f"{values['batch']} samples in a step of all workers. `{ONE}` is the fastest machine alone. `x samples` is the "

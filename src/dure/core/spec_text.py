@@ -344,14 +344,49 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f' Did you mean "{close[0]}"?' if close else ""
 
 
-_LINE = re.compile(r"([0-9]{1,6})\s*x\s*([0-9]{1,4})\s+([a-z][a-z0-9.-]*)(?:\s*@\s*(.+))?", re.IGNORECASE)
+_LINE = re.compile(
+    r"(?P<machines>[0-9]{1,6})\s*x\s*(?P<gpus>[0-9]{1,4})\s+(?P<gpu>[a-z][a-z0-9.-]*)"
+    r"(?:\s+(?P<inside>[a-z][a-z-]*))?"
+    r"(?:\s*@\s*(?:(?P<cards>[0-9]{1,4})\s*x\s*)?(?P<link>.+?)(?:\s+(?P<transport>rdma|tcp))?)?",
+    re.IGNORECASE,
+)
 
 
-def machines_in_line(text: str) -> tuple[int, int, str, str | None] | None:
-    """The number of machines, the GPUs of each, their name, and the bandwidth of a card; None for another text.
+class MachinesLine(NamedTuple):
+    """Machines with GPUs in one line; None and empty texts where the line leaves a fact open.
 
-    >>> machines_in_line("4x8 v100-sxm2-16gb @ 100 Gbit/s"), machines_in_line("cluster.yaml")
-    ((4, 8, 'v100-sxm2-16gb', '100 Gbit/s'), None)
+    `gpu` names the GPUs, `inside` the kind of links between those of a machine, which has `cards` network cards of the
+    bandwidth `link` each.
+
+    >>> str(MachinesLine(2, 8, "v100-sxm2-16gb", "mesh", 4, "100 Gbit/s", "rdma"))
+    '2x8 v100-sxm2-16gb mesh @ 4x 100 Gbit/s rdma'
+    """
+
+    machines: int
+    gpus: int
+    gpu: str
+    inside: str = ""
+    cards: int | None = None
+    link: str = ""
+    transport: str = ""
+
+    def __str__(self) -> str:
+        cards = "" if self.cards is None else f"{self.cards}x"
+        own = " ".join(filter(None, [f"{self.machines}x{self.gpus}", self.gpu, self.inside]))
+        return " @ ".join(filter(None, [own, " ".join(filter(None, [cards, self.link, self.transport]))]))
+
+
+def machines_in_line(text: str) -> MachinesLine | None:
+    """The machines of one line; None for another text.
+
+    >>> line = machines_in_line("4x8 v100-sxm2-16gb @ 2x100 Gbit/s")
+    >>> line.gpus, line.cards, line.link, line.transport, machines_in_line("cluster.yaml")
+    (8, 2, '100 Gbit/s', '', None)
     """
     found = _LINE.fullmatch(text.strip())
-    return None if found is None else (int(found[1]), int(found[2]), found[3].lower(), found[4])
+    if found is None:
+        return None
+    gpu, inside, transport = ((found[name] or "").lower() for name in ("gpu", "inside", "transport"))
+    cards = None if found["cards"] is None else int(found["cards"])
+    machines, gpus = int(found["machines"]), int(found["gpus"])
+    return MachinesLine(machines, gpus, gpu, inside, cards, found["link"] or "", transport)

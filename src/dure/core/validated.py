@@ -6,7 +6,7 @@ for the values once aliases are replaced. The largest files are traces and profi
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Self
@@ -124,7 +124,13 @@ class Validated(BaseModel):
 
     def changed(self, **values: Any) -> Self:
         """This description with other values: made anew, as a copy would keep properties that depend on the values."""
-        return type(self)(**{name: getattr(self, name) for name in type(self).model_fields} | values)
+        made = type(self)(**{name: getattr(self, name) for name in type(self).model_fields} | values)
+        return made.stating(self.model_fields_set | values.keys())
+
+    def stating(self, given: Iterable[str]) -> Self:
+        """This description, of whose values the `given` ones are stated (`model_fields_set`): the others follow."""
+        self.model_fields_set.intersection_update(given)
+        return self
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """As `changed`; pydantic's own copies those properties. Parts are frozen, so a `deep` copy shares them too."""

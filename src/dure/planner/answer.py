@@ -10,6 +10,7 @@ from dure import __version__
 from dure.core.target import Target
 from dure.planner.candidates import PLAIN, Scene, placed
 from dure.planner.commands import Command
+from dure.planner.fact_ranges import FactRanges
 from dure.planner.learning import LearningCurve
 from dure.planner.ranking import Ranked
 from dure.planner.search import Found
@@ -35,7 +36,10 @@ STEPS_SHOWN = 4
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """The answer of a plan: strategies in the order of their rank, with reasons. All seconds are virtual."""
+    """The answer of a plan: strategies in the order of their rank, with reasons. All seconds are virtual.
+
+    `open` has the range of the answer over the facts that the cluster leaves open; None without such facts.
+    """
 
     scene: Scene
     on: str
@@ -46,6 +50,7 @@ class Ranking:
     sweeps: Mapping[str, Sweep]
     curves: Mapping[str, LearningCurve]
     commands: Mapping[str, Command]
+    open: FactRanges | None = None
     target: Target | None = None
     spans: Sequence[Any] = field(default_factory=tuple)
     ddp_script: str | None = None
@@ -105,6 +110,7 @@ def _values(plan: Ranking) -> dict[str, Any]:
         },
         "rows": [_row(plan, rank, row) for rank, row in enumerate(plan.rows, start=1)],
         "refused": [{"strategy": name, "reason": reason} for name, reason in plan.found.refused.items()],
+        "open": None if plan.open is None else plan.open.values(plan.on),
         "left": [{"strategy": name, "least_seconds": least} for name, least in plan.found.left.items()],
         "sweeps": {name: sweep.values() for name, sweep in plan.sweeps.items() if len(sweep.at) > 1},
         "timeline": _timeline(plan),

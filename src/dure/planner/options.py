@@ -33,6 +33,8 @@ class PlanOptions(Checked):
     """Strategies that are run up to the target."""
     steps: Count | None = None
     """Mini-batches per worker of a run, also of those to a target; the job's if left out."""
+    vary: Count = 3
+    """First strategies that are timed over the facts that the cluster file leaves open, beside DDP and one machine."""
     within: Seconds = 60.0
     """Real seconds of the plan, about: candidates for which they do not suffice are not timed."""
     report: Path | None = None

@@ -27,6 +27,7 @@ from dure.planner.answer import Ranking
 from dure.planner.candidates import CODECS, ONE, PLAIN, Scene
 from dure.planner.commands import command_of, script_of
 from dure.planner.explain import bottlenecks, crowded, no_answer, unstated, valueless, why, would_change
+from dure.planner.fact_ranges import fact_ranges
 from dure.planner.job_profile import calibrated, profile_job
 from dure.planner.learning import LearningCurve, learned, unreached
 from dure.planner.options import PlanOptions
@@ -43,9 +44,9 @@ from dure.runtime.virtual.cluster import Cluster
 if TYPE_CHECKING:
     from dure.job.job import Job
 
-SEARCH, EXPLAIN, SWEEP, CHANGE = 0.6, 0.25, 0.65, 0.5
-"""Shares of the parts of a plan, in turn, in the seconds that are left: of the candidates, their bottlenecks, sweeps,
-and stragglers. The rest is for the answer."""
+SEARCH, EXPLAIN, FACTS, SWEEP, CHANGE = 0.6, 0.25, 0.5, 0.65, 0.5
+"""Shares of the parts of a plan, in turn, in the seconds that are left: of the candidates, their bottlenecks, open
+facts, sweeps, and stragglers. The rest is for the answer."""
 
 SHOWN, SWEPT = 10, 6
 """Strategies with a bottleneck in the answer, and those of the sweeps."""
@@ -94,12 +95,17 @@ def planned(
     shown = _families(found.rows, SHOWN, lambda row: row.strategy)
     say("timing the best without the network, and with equal workers", 0, None)
     causes = bottlenecks(scene, shown, deadline.part(EXPLAIN))
+    winner = found.rows[0].strategy
+    spans = timed(scene, winner, trace=True).spans  # what it measures of the model, later timings inherit
+    say("timing over the facts that the cluster leaves open", 0, None)
+    varied = _families(found.rows, config.vary, lambda row: row.strategy)
+    varied = sorted(varied, key=lambda row: (row is not found.rows[0], row.strategy not in (PLAIN, ONE)))
+    open_ranges = fact_ranges(scene, found, varied, deadline.part(FACTS))
     families = _families(found.rows, SWEPT, lambda row: (*_names(row, "sync"), *_names(row, "partition")))
     ordered = sorted((row.strategy for row in families), key=found.order.index)
     say("sweeping bandwidths, workers and batches", 0, None)
     swept = sweeps(scene, ordered, deadline.part(SWEEP))
     commands = {row.strategy: command_of(scene, config, row) for row in found.rows}
-    winner = found.rows[0].strategy
     script = script_of(commands[winner], scene.job, named=job is None and scene.has_values) if winner == PLAIN else None
     return Ranking(
         scene=scene,
@@ -109,10 +115,11 @@ def planned(
         why=[*why(found, causes), *unreached(curves, target), *crowded(scene), *unstated(scene), *valueless(scene)],
         would_change=would_change(scene, found.rows, swept, deadline.part(CHANGE)),
         sweeps=swept,
+        open=open_ranges,
         curves=curves,
         commands=commands,
         target=target,
-        spans=timed(scene, winner, trace=True).spans,
+        spans=spans,
         ddp_script=script,
     )
 

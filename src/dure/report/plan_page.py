@@ -12,6 +12,7 @@ in the page (CSP) lets a browser run that script alone, whatever the plan's text
                 of `PARTS`), memory_limit, bytes_per_step, cost_per_hour, bottleneck, command; optional: factor
                 (samples for equal learning), servers (machines besides the workers')
     refused     strategy, reason
+    open        said: sentences about the facts that the cluster leaves open
     left        strategies that were not timed
     sweeps      of bandwidth (bytes per second), workers, batch: unit, at, now, and by strategy a value (or None) for
                 each place: samples_per_second, seconds_per_step; optional: score, by which strategies rank
@@ -95,6 +96,7 @@ def render_plan(plan: Mapping[str, Any]) -> str:
         facts=_facts(plan),
         cluster=plan.get("cluster") or "the cluster file",
         basis=plan.get("basis") or "",
+        open=(plan.get("open") or {}).get("said") or (),
         version=plan.get("version") or "",
         target=target_of(plan),
         answer={**_NO_ANSWER, **(plan.get("answer") or {})},

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from dure.job.job import Job
     from dure.run.setup import Setup
     from dure.runtime.virtual.cluster import Cluster
+    from dure.runtime.virtual.compute import Compute
 
 
 def step_shape(setup: Setup, cluster: Cluster) -> StepShape:
@@ -133,6 +134,12 @@ def device_seconds(job: Job, name: str) -> float:
     return known[name]
 
 
+def _of_catalogue(compute: Compute, seconds: float) -> Compute:
+    """`compute` with `seconds` that nobody has stated."""
+    found: Compute = compute.changed(seconds=seconds).stating(compute.model_fields_set)
+    return found
+
+
 def referred(cluster: Cluster, job: Job) -> Cluster:
     """`cluster`, whose stated seconds are those of a step of the job's own mini-batch where it does not say.
 
@@ -142,7 +149,7 @@ def referred(cluster: Cluster, job: Job) -> Cluster:
     if job.companions is not None:
         return cluster
     kinds = tuple(
-        kind.changed(compute=kind.compute.changed(seconds=device_seconds(job, kind.gpu)))
+        kind.changed(compute=_of_catalogue(kind.compute, device_seconds(job, kind.gpu)))
         if kind.gpu is not None and kind.compute.assumes_speed
         else kind
         for kind in cluster.machines

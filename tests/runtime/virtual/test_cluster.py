@@ -441,25 +441,29 @@ def test_a_description_by_hand_states_what_is_assumed_and_that_nothing_was_check
     [
         (
             "machines: [{count: 2, gpus: 4, compute: {seconds: 10 ms}}]\nlink: {bandwidth: 25 Gbit/s}",
-            "12 GB/s between the GPUs of a machine, one network card for each machine, of which RDMA uses 88 %",
+            "12 GB/s between the GPUs of a machine, one network card for each machine, RDMA uses 88 % of a card",
         ),
         (
             "machines: [{count: 2, gpus: 4, compute: {seconds: 10 ms}, inside: {kind: mesh}, card: {transport: tcp}}]\n"
             "link: {bandwidth: 25 Gbit/s}",
-            "22 GB/s by each link of the mesh between the GPUs of a machine, TCP uses 90 % of a card, "
-            "at most 13 Gbit/s of a card by TCP",
+            "22 GB/s by each link of the mesh between the GPUs of a machine, one network card for each machine, "
+            "TCP uses 90 % of a card, at most 13 Gbit/s of a card by TCP",
         ),
         (
             "machines: [{gpus: 4, compute: {seconds: 10 ms}, inside: {kind: switch}}]",
             "120 GB/s between the GPUs of a machine",
         ),
         (
-            "machines: [{count: 2, gpus: 1, compute: {seconds: 1 ms}, card: {count: 2, share: 0.8}}]\n"
+            "machines: [{count: 2, gpus: 1, compute: {seconds: 1 ms}, card: {count: 1, share: 0.88}}]\n"
             "link: {bandwidth: 1 GB/s}",
             "",
         ),
+        (
+            "machines: [{gpus: 8, gpu: v100-sxm2-16gb}]",
+            "the catalogue's figures of v100-sxm2-16gb, 22 GB/s by each link of the mesh between the GPUs of a machine",
+        ),
     ],
-    ids=["all by default", "mesh and TCP", "one machine", "nothing"],
+    ids=["all by default", "mesh and TCP", "one machine", "defaults that are stated", "of the catalogue"],
 )
 def test_assumed_links_of_gpus_are_stated(tmp_path, text, said):
     path = tmp_path / "cluster.yaml"
@@ -467,6 +471,8 @@ def test_assumed_links_of_gpus_are_stated(tmp_path, text, said):
     basis = Cluster.from_yaml(path).basis()
     assert basis.startswith(f"Assumed by default: {said}. " if said else "All speeds and links are as described. ")
     assert "dure probe" not in basis, "a probe measures CPUs"
+    path.write_text(Cluster.from_yaml(path).to_yaml())
+    assert Cluster.from_yaml(path).basis() == basis, "the record of a run has another basis when it is resumed"
 
 
 def test_one_machine_of_gpus_is_described_without_its_link():

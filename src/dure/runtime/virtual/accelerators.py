@@ -12,9 +12,15 @@ from __future__ import annotations
 
 import math
 from statistics import NormalDist
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
-from pydantic import Field, model_validator
+from pydantic import (
+    Field,
+    ModelWrapValidatorHandler,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 from dure.core import units
 from dure.core.units import MemoryRate, Rate, Seconds, Size
@@ -41,7 +47,19 @@ MESH_LINKS = ((2, 1.0), (4, 80 / 22), (8, 130 / 22))
 """Links of a mesh that rings over so many GPUs use at once: 22, 80 and 130 GB/s are usual bus bandwidths of V100."""
 
 
-class InsideLink(Validated):
+class PartlyStated(Validated):
+    """A description of which a file states a part (`model_fields_set`), and the rest follows.
+
+    A file that dure writes states the same part, so that the same facts are open in it.
+    """
+
+    @model_serializer(mode="wrap")
+    def _as_stated(self, dumped: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        found: dict[str, Any] = dumped(self)
+        return {name: value for name, value in found.items() if name in self.model_fields_set}
+
+
+class InsideLink(PartlyStated):
     """The link of a worker to the other workers of its machine: bytes per second in each direction, and latency.
 
     Each worker has such a link of its own. The default is a PCIe 3.0 slot of 16 lanes: 12 of its 15.75 GB/s, and 10 us.
@@ -52,11 +70,11 @@ class InsideLink(Validated):
     bandwidth: MemoryRate = 12e9
     latency: Seconds = 10e-6
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
     @classmethod
-    def _of_its_kind(cls, values: Any) -> Any:
+    def _of_its_kind(cls, values: Any, make: ModelWrapValidatorHandler[Self]) -> Self:
         known = INSIDE.get(str(values.get("kind"))) if isinstance(values, dict) else None
-        return values if known is None else known._asdict() | values
+        return make(values) if known is None else make(known._asdict() | values).stating(values)
 
     def ring(self, gpus: int) -> float:
         """Bytes per second of a ring over so many GPUs of the machine."""
@@ -64,16 +82,13 @@ class InsideLink(Validated):
             return self.bandwidth
         return self.bandwidth * next((links for most, links in MESH_LINKS if gpus <= most), MESH_LINKS[-1][1])
 
-    def assumed(self) -> list[str]:
-        """The bandwidth in words, if it is a default."""
-        default = 12e9 if self.kind is None else INSIDE[self.kind].bandwidth
-        if self.bandwidth != default:
-            return []
+    def about(self) -> str:
+        """The bandwidth in words."""
         each = "by each link of the mesh between" if self.kind == "mesh" else "between"
-        return [f"{units.as_memory_rate(default)} {each} the GPUs of a machine"]
+        return f"{units.as_memory_rate(self.bandwidth)} {each} the GPUs of a machine"
 
 
-class Card(Validated):
+class Card(PartlyStated):
     """The network cards of a machine with accelerators: `count` cards of the link's bandwidth each.
 
     `share` of the bandwidth is left for data: 0.88 by RDMA (usual in measurements of NCCL, 0.82 to 0.92), 0.9 by TCP. A
@@ -87,23 +102,22 @@ class Card(Validated):
     flow: Rate | None = None
     hop: Seconds = 9.6e-6
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
     @classmethod
-    def _of_its_transport(cls, values: Any) -> Any:
+    def _of_its_transport(cls, values: Any, make: ModelWrapValidatorHandler[Self]) -> Self:
         if not isinstance(values, dict) or values.get("transport") != "tcp":
-            return values
+            return make(values)
         given = {name: value for name, value in values.items() if name != "flow" or value is not None}
-        return {"share": 0.9, "flow": 13e9 / 8, "hop": 40e-6} | given
+        return make({"share": 0.9, "flow": 13e9 / 8, "hop": 40e-6} | given).stating(given)
 
     def assumed(self) -> list[str]:
-        """The values that are defaults, in words."""
-        if self == Card():
-            return ["one network card for each machine, of which RDMA uses 88 %"]
-        usual = Card(transport=self.transport)
-        found = []
-        if self.share == usual.share:
+        """The values that nobody has stated, in words."""
+        stated, found = self.model_fields_set, []
+        if "count" not in stated:
+            found.append("one network card for each machine")
+        if "share" not in stated:
             found.append(f"{self.transport.upper()} uses {self.share:.0%} of a card".replace("%", " %"))
-        if self.flow is not None and self.flow == usual.flow:
+        if self.flow is not None and "flow" not in stated:
             found.append(f"at most {units.as_rate(self.flow)} of a card by TCP")
         return found
 
@@ -138,7 +152,7 @@ The sizes and the cycle are the libraries' defaults. 25 us are three small kerne
 guess."""
 
 
-class AcceleratorEngine(Validated):
+class AcceleratorEngine(PartlyStated):
     """The engine of the accelerators' collectives, and the library that calls it.
 
     `library`: its buckets and costs (`LIBRARIES`). `bucket`: another size of a bucket, in bytes. `overlap`: whether

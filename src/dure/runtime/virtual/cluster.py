@@ -52,7 +52,7 @@ from dure.core.text import quoted
 from dure.core.units import MemoryRate, PositiveSeconds, Rate, Seconds, Size
 from dure.core.validated import FieldError, Validated, read_yaml_file
 from dure.errors import ClusterError, UsageError
-from dure.runtime.virtual.accelerators import AcceleratorEngine, Card, InsideLink
+from dure.runtime.virtual.accelerators import INSIDE, AcceleratorEngine, Card, InsideLink
 from dure.runtime.virtual.compute import Compute, Constant, Durations, Factor, Speed
 from dure.runtime.virtual.fabric import Fabric, Racks, Site, SiteLines, check_sites
 
@@ -376,16 +376,21 @@ class Cluster(Validated):
 
         >>> Cluster.described("4x8 v100-sxm2-16gb @ 100 Gbit/s").about()
         '4 machines with 32 GPUs, links of 100 Gbit/s'
+        >>> Cluster.described("4x8 v100-sxm2-16gb @ 4x 25 Gbit/s tcp").card.assumed()
+        ['TCP uses 90 % of a card', 'at most 13 Gbit/s of a card by TCP']
         """
         line = machines_in_line(text)
         if line is None:
             return cls.from_yaml(text)
-        machines, gpus, name, link = line
-        if link is None and machines > 1:
+        if not line.link and line.machines > 1:
             raise ClusterError(f"{text}: nothing says how fast the machines' cards are: write {text} @ 100 Gbit/s.")
-        rest = {} if link is None else {"link": {"bandwidth": link}}
+        kind: dict[str, Any] = {"count": line.machines, "gpus": line.gpus, "gpu": line.gpu}
+        given = {"count": line.cards, "transport": line.transport}
+        card = {name: value for name, value in given.items() if value not in (None, "")}
+        rest = {"link": {"bandwidth": line.link}} if line.link else {}
         try:
-            return cls(machines=({"count": machines, "gpus": gpus, "gpu": name},), **rest)
+            kind |= {"inside": usual_inside(line.gpu, line.inside)} if line.inside else {}
+            return cls(machines=(kind,), card=card, **rest)
         except ClusterError as error:
             raise ClusterError(f"{text}: {error}") from None
 
@@ -455,7 +460,8 @@ class Cluster(Validated):
             if _is_default(link, "latency") and not self.accelerated:
                 found[f"a latency of {units.as_seconds(link.latency)}"] = None
             if self.accelerated and kind.workers > 1:
-                found |= dict.fromkeys(self._inside(kind).assumed())
+                stated = (kind.inside or self.inside).model_fields_set
+                found |= {} if "bandwidth" in stated else {self._inside(kind).about(): None}
             if self.accelerated and not self._is_one_of_gpus:
                 found |= dict.fromkeys((kind.card or self.card).assumed())
         return list(found)
@@ -518,7 +524,7 @@ class Cluster(Validated):
         """The link of a kind: its own, that of the cluster if it is given, or the usual one of its device."""
         if kind.inside is not None or kind.gpu is None or self.inside != InsideLink():
             return kind.inside or self.inside
-        return InsideLink(**_known_device(kind.gpu).inside or {})
+        return device_inside(kind.gpu)
 
     def network_bandwidth(self, kind: Machines) -> float:
         """Bytes per second of all network cards of a machine of a kind."""
@@ -644,6 +650,28 @@ class Cluster(Validated):
     def _places(self) -> tuple[int, ...]:
         """The number of each worker among those of its kind."""
         return tuple(i for kind in self.machines for i in range(kind.count * kind.workers))
+
+
+def device_inside(gpu: str) -> InsideLink:
+    """The usual link between devices of the catalogue inside a machine."""
+    return InsideLink(**_known_device(gpu).inside or {})
+
+
+PCIE = ("pcie", "pcie-host")
+
+
+def usual_inside(gpu: str | None, kind: str) -> InsideLink:
+    """The link of a kind between devices inside a machine. That of PCIe has the device's own generation.
+
+    >>> usual_inside("a100-pcie-40gb", "pcie-host").bandwidth, usual_inside("a100-sxm4-40gb", "switch").bandwidth
+    (11000000000.0, 230000000000.0)
+    """
+    usual = InsideLink() if gpu is None else device_inside(gpu)
+    if usual.kind == kind:
+        return usual
+    if usual.kind in PCIE and kind in PCIE:
+        return InsideLink(kind=kind, bandwidth=usual.bandwidth * INSIDE[kind].bandwidth / INSIDE[usual.kind].bandwidth)
+    return InsideLink(kind=kind)
 
 
 def _known_device(name: Any) -> Device:

@@ -18,13 +18,14 @@ from dure.core.spec_text import parse_member
 from dure.errors import UsageError
 from dure.job.job import load_job
 from dure.planner.candidates import Scene
+from dure.planner.open_facts import extremes
 from dure.planner.timing import timed
 from dure.run.step_shape import referred
 from dure.runtime.virtual.cluster import Cluster
 
 if TYPE_CHECKING:
     from dure.job.job import Job
-    from dure_studies.published.rows import Figure, OpenFact, PublishedRow, Source
+    from dure_studies.published.rows import Figure, PublishedRow, Source
 
 Values = dict[str, Any]
 """Values by their places in a cluster file, or in a job (`job.precision`)."""
@@ -51,25 +52,13 @@ def predict(source: Source, row: PublishedRow, figure: Figure) -> Prediction:
         return _ratio(source, row, figure, values)
 
     assumed = ratio({})
-    lowest, highest, changes = _extremes(facts, ratio, assumed)
-    found = [assumed, *(ratio(values) for values in (lowest, highest) if values)]
+    tried = {name: [(ratio({fact.at: value}), value) for value in fact.values] for name, fact in facts.items()}
+    lowest, highest, changes = extremes(assumed, tried)
+    ends = [{facts[name].at: value for name, value in end.items()} for end in (lowest, highest)]
+    found = [assumed, *(ratio(values) for values in ends if values)]
     cluster = cluster_of(_described(source, row), row.set | figure.set, figure.job, figure.one)
     decides = max(changes, key=lambda name: changes[name]) if changes and max(changes.values()) > 0 else ""
     return Prediction(assumed, min(found), max(found), decides, fitted_from(cluster))
-
-
-def _extremes(facts: Mapping[str, OpenFact], ratio: Any, assumed: float) -> tuple[Values, Values, dict[str, float]]:
-    """The values that make a ratio smallest and largest, and by how much each fact changes it alone."""
-    lowest: Values = {}
-    highest: Values = {}
-    changes = {}
-    for name, fact in facts.items():
-        tried = [(ratio({fact.at: value}), value) for value in fact.values]
-        (least, small), (most, large) = min(tried, key=lambda pair: pair[0]), max(tried, key=lambda pair: pair[0])
-        lowest |= {fact.at: small} if least < assumed else {}
-        highest |= {fact.at: large} if most > assumed else {}
-        changes[name] = max(most, assumed) - min(least, assumed)
-    return lowest, highest, changes
 
 
 def _ratio(source: Source, row: PublishedRow, figure: Figure, values: Values) -> float:
