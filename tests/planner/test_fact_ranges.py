@@ -98,7 +98,7 @@ def test_the_text_says_how_the_first_fact_is_stated() -> None:
     part = stated(count=4)
     lines = said(part, "cluster.yaml")
     assert lines[1].startswith("Most of that is the transport of the network: ")
-    assert "State it by card: {transport: rdma} or {transport: tcp} in the cluster file." in lines[1]
+    assert "State it by card: {transport: rdma} or {transport: tcp} in a cluster file." in lines[1]
     assert '"2x8 v100-sxm2-16gb @ 100 Gbit/s rdma"' in said(part, OPEN)[1]
 
 

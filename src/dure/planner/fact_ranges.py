@@ -236,7 +236,7 @@ def _how(fact: ClusterFact, on: str) -> str:
     """How a person finds the value of a fact, and states it."""
     line = machines_in_line(on)
     example = "" if line is None or not fact.in_line else f', or write for example "{line._replace(**fact.in_line)}"'
-    return f"{fact.look} State it by {fact.state} in the cluster file{example}."
+    return f"{fact.look} State it by {fact.state} in a cluster file{example}."
 
 
 def _answers(found: FactRanges) -> str:

@@ -115,7 +115,7 @@ def _speed(cluster: Cluster) -> ClusterFact | None:
         key="machines[].compute.seconds",
         assumed=f"that of the catalogue for {' and '.join(names)}",
         values={words: partial(_with_speed, factor=factor) for words, factor in SPEEDS.items()},
-        state="compute: {seconds: SECONDS} of machines",
+        state="machines: [{..., compute: {seconds: SECONDS}}]",
         look="Time a step of this job on one GPU.",
     )
 

@@ -382,14 +382,14 @@ class Cluster(Validated):
         line = machines_in_line(text)
         if line is None:
             return cls.from_yaml(text)
-        if not line.link and line.machines > 1:
-            raise ClusterError(f"{text}: nothing says how fast the machines' cards are: write {text} @ 100 Gbit/s.")
         kind: dict[str, Any] = {"count": line.machines, "gpus": line.gpus, "gpu": line.gpu}
         given = {"count": line.cards, "transport": line.transport}
         card = {name: value for name, value in given.items() if value not in (None, "")}
         rest = {"link": {"bandwidth": line.link}} if line.link else {}
         try:
             kind |= {"inside": usual_inside(line.gpu, line.inside)} if line.inside else {}
+            if not line.link and line.machines > 1:
+                raise ClusterError(f"nothing says how fast the machines' cards are: write {text} @ 100 Gbit/s.")
             return cls(machines=(kind,), card=card, **rest)
         except ClusterError as error:
             raise ClusterError(f"{text}: {error}") from None
