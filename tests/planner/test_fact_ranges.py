@@ -113,6 +113,18 @@ def test_all_is_said_to_be_open_where_no_time_was_left() -> None:
     assert found.others() == {}
 
 
+def test_no_strategy_is_first_where_one_was_not_timed() -> None:
+    """The messages of 128 workers take seconds to simulate, and their mean by the engine takes none."""
+    scene = vgg().on(referred(Cluster.described("16x8 v100-sxm2-16gb @ 100 Gbit/s"), vgg().job))
+    plain = timed(scene, PLAIN)
+    rows = [Ranked("bsp fp16", plain, 1.0), Ranked(PLAIN, plain, 1.0)]
+    found = fact_ranges(scene, Found(rows, order=[PLAIN, "bsp fp16"]), rows[::-1], Deadline(1.5))
+    assert found is not None
+    assert not found.complete
+    assert all(len(found.rows[point]) == 2 for point in found.first)
+    assert "The seconds did not suffice" in said(found, OPEN)[-1] or len(said(found, OPEN)) == 1
+
+
 def test_seconds_to_a_target_scale_with_the_step() -> None:
     scene = vgg().on(referred(Cluster.described("2x1 v100-sxm2-16gb @ 100 Gbit/s"), vgg().job))
     given = Ranked(PLAIN, timed(scene, PLAIN), 1.0, seconds_to_target=1e3)

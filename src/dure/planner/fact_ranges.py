@@ -7,7 +7,7 @@ so it is with plain data parallelism.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -122,11 +122,18 @@ def _steps(found: FactRanges, strategy: str) -> tuple[float, float]:
     return batch / high, batch / low
 
 
-def fact_ranges(scene: Scene, search: Found, rows: Sequence[Ranked], deadline: Deadline) -> FactRanges | None:
+def fact_ranges(
+    scene: Scene,
+    search: Found,
+    rows: Sequence[Ranked],
+    deadline: Deadline,
+    say: Callable[[str, int, int | None], None] = lambda *_: None,
+) -> FactRanges | None:
     """Time `rows`, the first of which is the answer, over the facts that the cluster leaves open; None without any."""
     facts = open_facts(scene.cluster)
     if not facts:
         return None
+    say("timing over the facts that the cluster leaves open", 0, None)
     trials = _Trials(scene, search, rows, {fact.name: fact for fact in facts})
     alone: list[Point] = [((fact.name, words),) for fact in facts for words in fact.values]
     complete = trials.time(alone, deadline.part(ALONE))

@@ -97,10 +97,7 @@ def planned(
     causes = bottlenecks(scene, shown, deadline.part(EXPLAIN))
     winner = found.rows[0].strategy
     spans = timed(scene, winner, trace=True).spans  # what it measures of the model, later timings inherit
-    say("timing over the facts that the cluster leaves open", 0, None)
-    varied = _families(found.rows, config.vary, lambda row: row.strategy)
-    varied = sorted(varied, key=lambda row: (row is not found.rows[0], row.strategy not in (PLAIN, ONE)))
-    open_ranges = fact_ranges(scene, found, varied, deadline.part(FACTS))
+    open_ranges = fact_ranges(scene, found, _varied(found, config.vary), deadline.part(FACTS), say)
     families = _families(found.rows, SWEPT, lambda row: (*_names(row, "sync"), *_names(row, "partition")))
     ordered = sorted((row.strategy for row in families), key=found.order.index)
     say("sweeping bandwidths, workers and batches", 0, None)
@@ -198,6 +195,12 @@ def _families(rows: Sequence[Ranked], count: int, family: Callable[[Ranked], obj
         best.setdefault(family(row), row)
     found = list(best.values())[:count]
     return found + [row for row in rows if row.strategy in (ONE, PLAIN) and row not in found]
+
+
+def _varied(found: Found, count: int) -> list[Ranked]:
+    """The rows that are timed over open facts: the answer, plain data parallelism, one machine, and the next best."""
+    rows = _families(found.rows, count, lambda row: row.strategy)
+    return sorted(rows, key=lambda row: (row is not found.rows[0], row.strategy not in (PLAIN, ONE)))
 
 
 def _names(row: Ranked, axis: str) -> list[str]:

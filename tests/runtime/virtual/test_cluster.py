@@ -459,11 +459,22 @@ def test_a_description_by_hand_states_what_is_assumed_and_that_nothing_was_check
             "",
         ),
         (
+            "machines: [{count: 2, gpus: 1, compute: {seconds: 1 ms}, card: {count: 1}}]\nlink: {bandwidth: 10 Gbit/s}",
+            "RDMA uses 88 % of a card",
+        ),
+        (
             "machines: [{gpus: 8, gpu: v100-sxm2-16gb}]",
             "the catalogue's figures of v100-sxm2-16gb, 22 GB/s by each link of the mesh between the GPUs of a machine",
         ),
     ],
-    ids=["all by default", "mesh and TCP", "one machine", "defaults that are stated", "of the catalogue"],
+    ids=[
+        "all by default",
+        "mesh and TCP",
+        "one machine",
+        "defaults that are stated",
+        "one default",
+        "of the catalogue",
+    ],
 )
 def test_assumed_links_of_gpus_are_stated(tmp_path, text, said):
     path = tmp_path / "cluster.yaml"
