@@ -455,8 +455,8 @@ class Cluster(Validated):
                 found[f"{units.as_flops(compute.flops_per_second)} for a machine of speed 1"] = None
             if kind.gpu is None and compute.seconds is None and _is_default(compute, "overhead"):
                 found[f"{units.as_seconds(compute.overhead)} of overhead for each step"] = None
-            stated = self.accelerated and "bandwidth" in link.model_fields_set
-            if self.host is None and not self._is_one_of_gpus and _is_default(link, "bandwidth") and not stated:
+            said = self.accelerated and "bandwidth" in link.model_fields_set
+            if self.host is None and not self._is_one_of_gpus and _is_default(link, "bandwidth") and not said:
                 found[f"links of {units.as_rate(link.bandwidth)}"] = None
             if _is_default(link, "latency") and not self.accelerated:
                 found[f"a latency of {units.as_seconds(link.latency)}"] = None
