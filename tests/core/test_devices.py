@@ -30,7 +30,7 @@ def test_figures_of_a_device_are_possible(entry) -> None:
 
 def test_published_figures() -> None:
     v100, a100 = device("v100-sxm2-16gb"), device("a100-sxm4-80gb")
-    assert (v100.memory, v100.bandwidth, v100.flops["fp32"], v100.flops["fp16"]) == (16e9, 900e9, 15.7e12, 125e12)
+    assert (v100.memory, v100.bandwidth, v100.flops["fp32"], v100.flops["fp16"]) == (16 * 2**30, 900e9, 15.7e12, 125e12)
     assert (a100.bandwidth, a100.flops["tf32"], a100.flops["bf16"]) == (2039e9, 156e12, 312e12)
 
 
@@ -59,3 +59,13 @@ def test_unknown_names_are_explained() -> None:
         device("rtx4090")
     with raising(UsageError, "has 'warp-drive' in its name"):
         found("warp-drive")
+
+
+def test_a_p100_has_no_products_of_fp16_with_sums_in_fp32() -> None:
+    assert device("p100-sxm2-16gb").precision("fp16") == "fp32"
+
+
+@pytest.mark.parametrize(("lanes", "gbit"), [("sdr", 8), ("ddr", 16), ("qdr", 32), ("fdr", 54.5), ("edr", 100)])
+def test_infiniband_moves_its_bits_after_the_line_code(lanes: str, gbit: float) -> None:
+    (link,) = found(f"infiniband-{lanes}")[1]
+    assert link.bandwidth == gbit * 1e9 / 8

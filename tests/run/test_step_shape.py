@@ -51,7 +51,7 @@ def test_precision_decides_the_speed_of_products() -> None:
 
 def test_machines_that_name_a_device_take_its_seconds_memory_and_links() -> None:
     cluster = Cluster.described("2x8 v100-sxm2-16gb @ 100 Gbit/s")
-    assert (cluster.workers, cluster.memory_of(0), cluster.inside_of(1).kind) == (16, 16 * 10**9, "mesh")
+    assert (cluster.workers, cluster.memory_of(0), cluster.inside_of(1).kind) == (16, 16 * 2**30, "mesh")
     job = load_job("resnet50:batch=32")
     seconds = referred(cluster, job).machines[0].compute.seconds
     assert seconds == device_seconds(job, "v100-sxm2-16gb")

@@ -4,7 +4,7 @@ N ranks are on h hosts, g on each. A ring inside a host moves B_in bytes per sec
 hop takes l_in or l_out seconds. S bytes are reduced; a is the start of a collective:
 
     ring        a + p (2 (N - h) l_in + 2 (h - 1) l_out) + 2 (N - 1) / N S / min(B_in, B_out)     p = 1.9 if h > 1
-    tree        a + 28 us ceil(log2 g) + 50 us ceil(log2 h) + 2 S / (0.9 min(B_in, B_out))
+    tree        a + 2 (28 us (g - 1) + 50 us floor(log2 h)) + 2 S / (0.9 min(B_in, B_out))
     two-level   a + 2 (g - 1) l_in + 2 (h - 1) l_out + 2 (g - 1) / g S / B_in + 2 (h - 1) / h S / B_out
 
 B_out is at most the share that a ring of the hosts has of an uplink of a rack, or of a line between sites. Their
@@ -14,8 +14,9 @@ Two levels are a reduce-scatter inside each host, rings of h ranks over the card
 they beat the ring if and only if B_in > h B_out. Without a choice, an all-reduce takes the faster of ring and tree.
 A reduce-scatter and an all-gather are half a ring; a broadcast is a chain.
 
-The hops and p are those of NCCL's tuning tables (`src/graph/tuning.cc`); 28 us and 50 us are its levels of trees of
-large messages. The device and the card handle all bytes, and no core does.
+The hops and p are those of NCCL's tuning tables (`src/graph/tuning.cc`); the latencies of a
+tree, a chain inside each host, are those of large messages there (2.7). The device and the card handle all bytes, and
+no core does.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ TREE_RATE = 0.9
 """Share of the bandwidth that a tree has."""
 
 TREE_INSIDE, TREE_ACROSS = 28e-6, 50e-6
-"""Seconds of a level of a tree, up and down: inside a host, and between hosts."""
+"""Seconds of a hop of a tree in one direction: along the chain inside a host, and between hosts."""
 
 _FREE = FreePath(0.0, 0.0, 1.0)  # for the bytes of a ring; its seconds are not used
 
@@ -109,9 +110,9 @@ def ring(nbytes: int, levels: Levels) -> float:
 
 def tree(nbytes: int, levels: Levels) -> float:
     """Seconds of an all-reduce of `nbytes` by a pair of trees."""
-    inside, across = (levels.most - 1).bit_length(), (levels.count - 1).bit_length()
+    hops = (levels.most - 1) * TREE_INSIDE + (levels.count.bit_length() - 1) * TREE_ACROSS
     moved = 2 * nbytes / (TREE_RATE * levels.bandwidth) + 2 * max(levels.latencies, default=0.0)
-    return levels.start + inside * TREE_INSIDE + across * TREE_ACROSS + moved
+    return levels.start + 2 * hops + moved
 
 
 def two_level(nbytes: int, levels: Levels) -> float:

@@ -1,10 +1,12 @@
-"""Counter of floating-point operations: PyTorch's, without its tracker of modules."""
+"""Counter of floating-point operations: PyTorch's, without its tracker of modules, and right for groups of channels."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from torch.utils.flop_counter import FlopCounterMode
+import torch
+from torch.utils.flop_counter import FlopCounterMode, conv_flop_count
 
 
 class FlopCounter(FlopCounterMode):
@@ -15,8 +17,20 @@ class FlopCounter(FlopCounterMode):
     """
 
     def __init__(self) -> None:
-        super().__init__(display=False)
+        super().__init__(display=False, custom_mapping={torch.ops.aten.convolution_backward: convolution_backward})
         self.mod_tracker: Any = _NoTracker()
+
+
+def convolution_backward(
+    outputs: Sequence[int], inputs: Sequence[int], weights: Sequence[int], *given: Any, **_shapes: object
+) -> int:
+    """Operations of the backward of a convolution: those of its forward for each wanted gradient of inputs and weights.
+
+    PyTorch's formula takes the gradient of grouped weights for one of all channels, which is `groups` times as much.
+    """
+    *_, transposed, _padding, _groups, wanted = given
+    forward = int(conv_flop_count([*inputs], [*weights], [*outputs], transposed=transposed))
+    return forward * [*wanted[:2]].count(True)
 
 
 class _NoTracker:
