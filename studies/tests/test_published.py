@@ -8,6 +8,9 @@ import pytest
 from support.wording import raising
 
 from dure.errors import UsageError
+from dure.job.job import load_job
+from dure.planner.open_facts import SPEEDS
+from dure.run.step_shape import device_seconds
 from dure_studies.published import study
 from dure_studies.published.predict import cluster_of, fitted_from, predict
 from dure_studies.published.rows import missing, published, read
@@ -170,3 +173,29 @@ def test_four_of_six_efficiencies_of_horovod_are_near_and_vgg16_falls() -> None:
     }
     assert sum(pair.near for pair in found.values()) >= 4
     assert 0.08 <= found["H6", "vgg16"].predicted - found["H7", "vgg16"].predicted <= 0.25
+
+
+DEVICES = {
+    "k80": ("T1", "T2", "T3", "T4"),
+    "p100-sxm2-16gb": ("H6", "T5", "T6"),
+    "v100-sxm2-16gb": ("D1", "D2", "D3", "D4", "L1", "L2", "L3", "L4", "L5", "L6", "L7", "G2"),
+    "v100-sxm3-32gb": ("N4",),
+    "a100-sxm4-40gb": ("N5",),
+    "a100-sxm4-80gb": ("N1", "N3"),
+    "titan-rtx": ("U1",),
+}
+"""The rows whose figures state the rate of one device alone."""
+
+
+@pytest.mark.long
+def test_most_published_rates_of_one_device_are_in_the_range_of_the_catalogues_speed() -> None:
+    rows = {row.id: row for source in published() for row in source.rows}
+    jobs = {
+        (name, figure.one): figure.job for name, ids in DEVICES.items() for each in ids for figure in rows[each].figures
+    }
+    shares = []
+    for (name, one), text in jobs.items():
+        job = load_job(text)
+        shares.append((one or 0.0) * device_seconds(job, name) / job.own_batch_size)
+    low, high = SPEEDS.values()
+    assert (len(shares), sum(low <= share <= high for share in shares)) == (28, 25)

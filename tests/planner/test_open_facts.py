@@ -114,7 +114,7 @@ def test_another_speed_of_the_catalogue_is_one_of_the_seconds() -> None:
     seconds = {words: each.machines[0].compute.seconds for words, each in values(given, SPEED).items()}
     assumed = given.machines[0].compute.seconds
     assert assumed is not None
-    assert [*seconds.values()] == [pytest.approx(assumed / 0.6), pytest.approx(assumed / 1.26)]
+    assert [*seconds.values()] == [pytest.approx(assumed / 0.6), pytest.approx(assumed / 2.1)]
 
 
 def test_pcie_through_the_host_has_the_generation_of_the_device() -> None:

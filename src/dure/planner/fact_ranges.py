@@ -65,12 +65,12 @@ class FactRanges:
         return min(found), max(found)
 
     def width(self, fact: ClusterFact) -> float:
-        """By how many samples per second a fact alone changes the answer."""
+        """By what share a fact alone changes the answer's samples per second, from the least to the most."""
         low, high = self.samples(self.best, fact.name)
-        return high - low
+        return high / low - 1
 
     def by_effect(self) -> list[ClusterFact]:
-        """The facts, first that one which alone changes the answer's samples per second most."""
+        """The facts, that which changes the answer most first."""
         return sorted(self.facts, key=lambda fact: -self.width(fact))
 
     def others(self) -> dict[str, list[Point]]:
@@ -199,7 +199,7 @@ def _again(row: Ranked, timing: Timing, scene: Scene) -> Ranked:
 
 
 LEAST = 0.01
-"""Share of the samples per second from which on the effect of a fact is told."""
+"""Width from which on a fact is told."""
 
 
 def said(found: FactRanges, on: str) -> list[str]:
@@ -208,8 +208,7 @@ def said(found: FactRanges, on: str) -> list[str]:
         names = ", ".join(fact.name for fact in found.facts)
         return [f"The cluster leaves facts open ({names}), and the seconds did not suffice for their values: {MORE}."]
     lines = [f"The cluster leaves facts open, so {'; '.join(_range(found, name) for name in _shown(found))}."]
-    least = LEAST * found.samples(found.best)[0]
-    told = [fact for fact in found.by_effect() if found.width(fact) >= least]
+    told = [fact for fact in found.by_effect() if found.width(fact) >= LEAST]
     lines += [f"Most of that is {fact.name}: {_alone(found, fact)}. {_how(fact, on)}" for fact in told[:1]]
     less = "; ".join(f"{fact.name}, {_alone(found, fact)}: {fact.key}" for fact in told[1:])
     lines += [f"Less is {less}."] if less else []

@@ -3,9 +3,8 @@
 Of machines with accelerators:
 
     fact                      values                                   origin
-    speed of a GPU            0.6 and 1.26 of the catalogue's          15 of 17 published rates of one K80, P100, V100
-                                                                       or TITAN RTX (studies/, `one`); 0.44 and
-                                                                       1.75 are the others
+    speed of a GPU            0.6 and 2.1 of the catalogue's           25 of 28 published rates of one GPU, K80 to A100
+                                                                       (studies/, `one`); from 0.44 to 3.6 in all
     links inside a machine    mesh, switch, pcie, pcie-host; for a     `accelerators.INSIDE`
                               device with PCIe, the last two
     network cards of one      4 and 8, from 100 Gbit/s on              published hosts with 1 and 4 of 100, and 8 of 400
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 
 V = TypeVar("V")
 
-SPEEDS = {"0.6 of the catalogue's speed": 0.6, "1.26 of the catalogue's speed": 1.26}
+SPEEDS = {"0.6 of the catalogue's speed": 0.6, "2.1 of the catalogue's speed": 2.1}
 SHARES = {"RDMA at 82 % of a card": 0.82, "RDMA at 92 % of a card": 0.92}
 FLOWS = ((8e9 / 8, 80e-6), (18e9 / 8, 25e-6))
 """Bytes per second of a flow of TCP, and seconds of a hop."""
