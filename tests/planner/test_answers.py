@@ -33,9 +33,9 @@ def order(here, *strategies):
     return [row.strategy for row in in_order([ranked(each, timed(here, each), here) for each in strategies])]
 
 
-def answer(here, within):
-    found = search(here, Deadline(within))
-    assert len(found.rows) > 5
+def answer(here):
+    found = search(here, Deadline(30))
+    assert len(found.rows) > 2
     return found.rows[0].strategy
 
 
@@ -47,7 +47,7 @@ def over_tcp(rate, **kind):
 @pytest.mark.long
 @pytest.mark.parametrize("job", ["resnet50:batch=64", "bert-base:batch=32"])
 def test_plain_data_parallelism_is_the_answer_on_a_host_with_a_switch(job):
-    assert answer(scene(job, "1x8 a100-sxm4-80gb"), 20) == PLAIN
+    assert answer(scene(job, "1x8 a100-sxm4-80gb")) == PLAIN
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_a_second_host_behind_a_slow_network_only_slows_vgg():
 @pytest.mark.long
 def test_one_host_is_the_answer_for_vgg_behind_a_slow_network():
     here = scene("vgg16:batch=32", over_tcp("10 Gbit/s", compute={"seconds": 8 * 32 / VGG_ONE}))
-    assert answer(here, 40) == ONE
+    assert answer(here) == ONE
 
 
 @pytest.mark.long
@@ -93,7 +93,7 @@ def test_one_host_is_the_answer_for_gpt_2_in_small_batches_over_tcp(precision):
     here = scene(f"transformer:batch=1,precision={precision}", over_tcp("25 Gbit/s"))
     alone, both = seconds(here, ONE, PLAIN)
     assert 2.2 < both / alone < 3.5
-    assert answer(here, 20) == ONE
+    assert answer(here) == ONE
 
 
 @pytest.mark.parametrize(("hosts", "least", "most"), [(1, 1.0, 1.0), (2, 1.1, 1.5), (4, 1.5, 2.6)])
@@ -128,7 +128,7 @@ def test_two_levels_are_the_answer_where_they_are_faster_than_the_ring(job, on, 
     assert (levels < ring) == (inside.gpu != "v100-pcie-16gb")  # PCIe is no faster than 8 cards of a ring
 
 
-WIDE = "transformer:layers=8,hidden=4096,heads=32,vocab=32000,form=llama,precision=bf16,sequence=2048,batch=1"
+WIDE = "transformer:layers=4,hidden=4096,heads=32,vocab=32000,form=llama,precision=bf16,sequence=2048,batch=1"
 
 
 @pytest.mark.long
@@ -139,7 +139,7 @@ def test_layers_are_split_inside_hosts_and_pipelines_go_between_them():
     here = scene(WIDE, {"machines": [machines], "link": link})
     joined, split = seconds(here, "bsp 1f1b:stages=2,micro=16,cuts=profile+tensor:ways=8", "bsp tensor:ways=16")
     assert joined < 0.6 * split
-    small = scene(WIDE, {"machines": [machines | {"memory": "6 GB"}], "link": link})
-    best = search(small, Deadline(120)).rows[0].strategy
+    small = scene(WIDE, {"machines": [machines | {"memory": "4 GB"}], "link": link})
+    best = search(small, Deadline(40)).rows[0].strategy
     assert "stages=2," in best
     assert best.endswith("+tensor:ways=8")
