@@ -108,6 +108,8 @@ class Machines(Validated):
 
     def changed(self, **values: Any) -> Machines:
         kept = {name: getattr(self, name) for name in type(self).model_fields if name != "workers" or not self.gpus}
+        if "gpu" in values and self.gpu is not None and self.memory == _known_device(self.gpu).memory:
+            del kept["memory"]  # that of another device is another one
         return Machines(**kept | values)
 
     def with_workers(self, workers: int) -> Machines:
