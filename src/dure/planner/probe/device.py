@@ -140,9 +140,9 @@ def reduced(
     """The bus bandwidth of all-reduces of all ranks, `local` of them on each machine. Each rank has to call it."""
     ranks = distributed.get_world_size()
     for nbytes in sizes:
-        tensor = torch.ones(nbytes // 4, device=device)
+        tensor = torch.zeros(nbytes // 4, device=device)  # sums of zeros stay finite
         distributed.barrier()
-        seconds = _seconds(lambda tensor=tensor: distributed.all_reduce(tensor.fill_(1.0)), device)
+        seconds = _seconds(partial(distributed.all_reduce, tensor), device)
         rate = 2 * (ranks - 1) / ranks * nbytes / seconds
         assumed = _ring(entry, ranks) if local == ranks else None  # else the cards count, which the catalogue lacks
         yield DeviceFigure(f"all-reduce of {ranks} ranks, {nbytes >> 10:,} KiB", "B/s", rate, assumed)
