@@ -29,7 +29,7 @@ CORRECTNESS = {
     14: "lost_rank",
     15: "resume",
 }
-SPEED = {4: "against_ddp", 6: "copies", 7: "copies", 8: "copies", 9: "encoding", 16: "virtual_workers"}
+SPEED = {4: "against_ddp", 6: "copies", 7: "copies", 8: "copies", 9: "encoding", 16: "virtual_workers", 17: "catalogue"}
 GROUPS = {"correctness": CORRECTNESS, "speed": SPEED}
 
 

@@ -58,14 +58,14 @@ def test_every_check_is_skipped_with_a_reason_without_a_gpu():
     facts, output = in_one_process(map(str, SCRIPTS))
     skipped = {int(number): rows for each in facts for number, rows in each["checks"].items()}
     reason = "no CUDA device: torch.cuda.is_available() is False"
-    assert skipped == {number: [{"skipped": reason}] for number in range(1, 17)}
-    assert output.count("check ") == 16
+    assert skipped == {number: [{"skipped": reason}] for number in range(1, 18)}
+    assert output.count("check ") == 17
 
 
 def test_the_groups_name_each_check_and_its_script():
     module = all_checks()
     groups = module.CORRECTNESS | module.SPEED
-    assert sorted(groups) == list(range(1, 17))
+    assert sorted(groups) == list(range(1, 18))
     assert {*groups.values()} == {script.stem for script in SCRIPTS}
 
 

@@ -1,16 +1,20 @@
 """PipeDream's dynamic programme against every possible plan, closed forms and limits."""
 
 import math
+from functools import cache
 from itertools import combinations, pairwise
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.wording import raising
+from torch import nn
 
 from dure.errors import StrategyError
+from dure.job.job import load_job
+from dure.partition.blocks import blocks_of
 from dure.partition.cut import Level, PlannedStage, plan
-from dure.partition.profile import BlockProfile, Profile
+from dure.partition.profile import BlockProfile, Profile, counted
 
 BLOCK = st.builds(
     BlockProfile,
@@ -146,6 +150,43 @@ def test_equal_ranges_have_equal_times_wherever_they_are():
     blocks = tuple(BlockProfile(seconds, parameter_nbytes=1) for seconds in (0.1, 0.2, 0.3) * 3)
     assert plan(Profile(blocks), [Level(3)], replicas={1}).cuts == (3, 6)
     assert plan(Profile(blocks[::-1]), [Level(3)], replicas={1}).cuts == (3, 6)
+
+
+# ---- PipeDream's models on 16 workers
+
+A, B = Level(16, 10e9 / 8), Level(16, 25e9 / 8)
+"""PipeDream's clusters: 4 hosts of 4 V100 and 10 Gbit/s, 2 hosts of 8 and 25 Gbit/s."""
+
+SECONDS = {"vgg16:batch=64": (234e-3 + 439e-3) / 2, "alexnet:batch=256": 45e-3 + 41e-3}
+"""A mini-batch on one GPU, by the sums of PipeDream's profiles; that of VGG-16 has 128 samples."""
+
+
+@cache
+def published(name):
+    job = load_job(name)
+    blocks = blocks_of(job, job.model())
+    dense = next(number for number, block in enumerate(blocks) if isinstance(block, nn.Linear))
+    return counted(job, blocks, job.batch_size).lasting(SECONDS[name]), dense
+
+
+@pytest.mark.parametrize("combine", ["max", "add"])
+@pytest.mark.parametrize(("name", "cluster"), [("vgg16:batch=64", A), ("vgg16:batch=64", B), ("alexnet:batch=256", A)])
+def test_fifteen_workers_replicate_the_convolutions_and_one_has_the_dense_layers(name, cluster, combine):
+    """PipeDream's plans for 16 GPUs (`hybrid_conf.json` of its repository, models/vgg16 and models/alexnet)."""
+    profile, dense = published(name)
+    found = plan(profile, [cluster], combine=combine)
+    assert [stage.replicas for stage in found.stages] == [15, 1]
+    assert found.cuts[0] <= dense
+    rest = profile.blocks[found.cuts[0] : dense]
+    assert sum(block.seconds for block in rest) < 0.15 * SECONDS[name]  # few convolutions beside the dense layers
+    alike = plan(profile, [cluster], combine=combine, replicas={16})
+    assert alike.seconds > 1.9 * found.seconds
+
+
+def test_the_dense_layers_of_alexnet_have_two_workers_behind_the_faster_network():
+    """Its border before them takes 6 ms at 25 Gbit/s, and they compute for longer; at 10 Gbit/s it takes 15 ms."""
+    profile, _ = published("alexnet:batch=256")
+    assert [stage.replicas for stage in plan(profile, [B]).stages] == [14, 1, 1]
 
 
 # ---- levels

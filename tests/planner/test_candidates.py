@@ -5,7 +5,7 @@ import pytest
 from dure import codec, partition, sync, topology
 from dure.job.job import load_job
 from dure.partition.mesh import parts_of, pipeline_of
-from dure.planner.candidates import LEFT_OUT, Scene, Shape, crossed, on_servers, shape_of, single, wide
+from dure.planner.candidates import LEFT_OUT, Scene, Shape, crossed, on_servers, plain, roomy, shape_of, single, wide
 from dure.run.strategy import Strategy, parse_members
 from dure.runtime.virtual.cluster import Cluster, Machines
 
@@ -14,7 +14,7 @@ HOST = Shape(workers=8, per_machine=8, one_host=True, blocks=4, batch=512, has_r
 
 
 def everything(shape):
-    return [*single(shape), *on_servers("ps", "ps:shards=4", shape), *wide(shape)]
+    return [*single(shape), *on_servers("ps", "ps:shards=4", shape), *wide(shape), *roomy(shape)]
 
 
 def names(strategies):
@@ -46,6 +46,20 @@ def test_layers_are_split_over_machines_in_pipelines_only_if_nothing_else_fits()
     assert joined == set()
     assert all("+tensor" in text for text in wide(EIGHT))
     assert {text for text in single(HOST) if "+tensor" in text}
+
+
+def test_where_a_model_has_no_room_layers_are_split_inside_machines_and_pipelines_go_between_them():
+    four = Shape(workers=32, per_machine=8, one_host=False, blocks=10, batch=32, has_rows=False)
+    found = list(roomy(four))
+    assert found[0] == "bsp 1f1b:stages=4,micro=32,cuts=profile,remat=true+tensor:ways=8"
+    assert [text.partition("remat")[1] for text in found] == ["remat", "remat", "", ""]
+    assert list(roomy(EIGHT)) == []
+
+
+def test_the_all_reduces_of_an_engine_of_accelerators_are_the_first_candidates():
+    hosts = Shape(workers=16, per_machine=8, one_host=False, blocks=4, batch=64, has_rows=False, accelerated=True)
+    assert list(plain(hosts)) == list(single(hosts))[:2] == ["bsp", "bsp collective:algorithm=hierarchical"]
+    assert list(plain(EIGHT)) == ["bsp"]
 
 
 def test_crossed_candidates_join_the_best_of_each_axis():

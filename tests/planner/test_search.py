@@ -10,7 +10,7 @@ from dure.job.job import load_job
 from dure.planner import search as searching
 from dure.planner import side_by_side
 from dure.planner.bound import least_seconds
-from dure.planner.candidates import ONE, Scene, shape_of, single
+from dure.planner.candidates import ONE, Scene, roomy, shape_of, single
 from dure.planner.ranking import Ranked
 from dure.planner.search import Found, search
 from dure.planner.side_by_side import Deadline
@@ -54,6 +54,17 @@ def test_strategies_are_timed_in_the_order_of_their_bounds(monkeypatch):
     assert bounds[0] < bounds[-1]
     first = [ONE, *dict.fromkeys(single(shape_of(here)))]
     assert found.order[: len(first)] == first
+
+
+@pytest.mark.parametrize(("memory", "first"), [(None, ONE), (20_000, None)])
+def test_where_no_worker_has_memory_for_the_model_pipelines_with_split_layers_are_timed_first(
+    monkeypatch, memory, first
+):
+    monkeypatch.setattr(side_by_side, "_timed", lambda scenes, wanted, began: "it is refused.")
+    kind = Machines(count=2, workers=2, memory=memory)
+    here = Scene(load_job("digits-mlp"), Cluster(machines=(kind,)), 128)
+    found = search(here, Deadline(math.inf))
+    assert found.order[0] == (first or next(roomy(shape_of(here))))
 
 
 def test_one_machine_is_no_answer_where_nothing_else_could_be_timed():

@@ -290,6 +290,8 @@ class Probe(Printed):
     """Folder of data sets."""
     key_file: Path | None = None
     """Under torchrun: file with the key that lets the hosts measure each other, as for train."""
+    gpu: str = ""
+    """Measure this machine's accelerators beside the figures of this one (dure devices); no file is written."""
     out: Path = Path("cluster.yaml")
     """Where to write the cluster file."""
 
@@ -307,6 +309,8 @@ class Probe(Printed):
         from dure.planner.probe.advice import table
         from dure.planner.probe.probe import probe
 
+        if self.gpu:
+            return self._accelerators()
         _check_outputs(self.out)
         torch.set_num_threads(1)  # as workers compute
         job = load_job(self.job, self.data) if self.job else None
@@ -323,6 +327,17 @@ class Probe(Printed):
         written = None if said else str(self.out)
         values = {"out": written, "cluster": cluster.model_dump(mode="json", by_alias=True), **found}
         return CommandResult(values, [table(cluster, found)], said or f"cluster: {self.out}", FAILED if said else 0)
+
+    def _accelerators(self) -> CommandResult:
+        from dure.core.devices import device
+        from dure.planner.probe.device import probe_devices, table_of, values_of
+        from dure.runtime.launch.rendezvous import RankEnvironment, place
+
+        entry, here = device(self.gpu), place() or RankEnvironment()
+        if self.job or self.codec:
+            raise UsageError("--gpu measures accelerators alone: leave the job and --codec out, or leave --gpu out.")
+        values = values_of(entry, probe_devices(here, entry))
+        return CommandResult({} if here.rank else values, [] if here.rank else [table_of(values)])
 
 
 @dataclass(frozen=True, kw_only=True)

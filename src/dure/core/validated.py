@@ -6,10 +6,10 @@ for the values once aliases are replaced. The largest files are traces and profi
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -18,6 +18,8 @@ from pydantic_core import ErrorDetails
 from dure.core.regular_file import read_regular
 from dure.core.text import quoted
 from dure.errors import ClusterError
+
+T = TypeVar("T")
 
 LARGEST = 1 << 24
 """Most bytes of a file."""
@@ -97,6 +99,23 @@ def read_yaml_file(path: str | Path) -> Any:
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or str(error)
         place = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
         raise ValueError(f"it is no YAML ({place}{problem})") from error
+
+
+def read_described(path: str | Path, what: str, keys: Iterable[str], make: Callable[[dict[str, Any]], T]) -> T:
+    """What `make` creates from the mapping in a user's file, which `what` names, such as "a cluster file".
+
+    `keys` are those that it may have. Raises `ClusterError` with the file, and the key if one is wrong.
+    """
+    try:
+        given = read_yaml_file(path)
+    except ValueError as error:
+        raise ClusterError(f"{path}: {error}: give {what} in YAML.") from None
+    if not isinstance(given, dict) or not all(isinstance(key, str) for key in given):
+        raise ClusterError(f"{path}: {what} is a mapping: write keys out of {', '.join(keys)}.")
+    try:
+        return make(given)
+    except ClusterError as error:
+        raise ClusterError(f"{path}: {error}") from None
 
 
 class FieldError(ClusterError):

@@ -45,8 +45,8 @@ from dure.core import units
 from dure.core.regular_file import read_regular
 from dure.core.text import quoted
 from dure.core.units import Seconds, Size
-from dure.core.validated import LARGEST, FieldError, Validated, read_yaml_file
-from dure.errors import ClusterError, UsageError
+from dure.core.validated import LARGEST, FieldError, Validated, read_described
+from dure.errors import UsageError
 from dure.job.data.dataset import Data
 from dure.job.job import Job
 
@@ -158,20 +158,13 @@ class StatedBlocks(Validated):
 
 
 def _described(path: Path) -> StatedBlocks:
-    try:
-        given = read_yaml_file(path)
-    except ValueError as error:
-        raise UsageError(f"{path}: {error}: give the YAML file of a job, or FILE.py:FUNCTION.") from None
-    if not isinstance(given, dict) or not all(isinstance(key, str) for key in given):
-        keys = ", ".join(StatedBlocks.model_fields)
-        raise UsageError(f"{path}: the file of a job is a mapping: write the keys {keys}.")
-    try:
+    def made(given: dict[str, Any]) -> StatedBlocks:
         blocks = given.get("blocks")
         if isinstance(blocks, list):  # one by one, so that errors have the number of the block
             given |= {"blocks": [_block(number, each) for number, each in enumerate(blocks)]}
         return StatedBlocks(**given)
-    except ClusterError as error:
-        raise UsageError(f"{path}: {error}") from None
+
+    return read_described(path, "the file of a job", StatedBlocks.model_fields, made)
 
 
 def _block(number: int, given: Any) -> StatedBlock:

@@ -177,9 +177,16 @@ def shape_of(scene: Scene) -> Shape:
     )
 
 
+def plain(shape: Shape) -> Iterator[str]:
+    """Plain data parallelism, by each all-reduce of the engine: that of accelerators takes a ring or a tree itself."""
+    yield PLAIN
+    if shape.accelerated and 1 < shape.per_machine < shape.workers:
+        yield f"{PLAIN} collective:algorithm=hierarchical"
+
+
 def single(shape: Shape) -> Iterator[str]:
     """The candidates of step 1, the simplest first."""
-    yield PLAIN
+    yield from plain(shape)
     if shape.workers == 1:
         return
     yield from _topologies(shape)
@@ -227,6 +234,18 @@ def narrow(shape: Shape) -> Iterator[str]:
                     yield f"{PLAIN} 1f1b:stages={stages},micro={micro},cuts={cuts}{remat}"
 
 
+def roomy(shape: Shape) -> Iterator[str]:
+    """The candidates where no worker has memory for a whole model: pipelines over machines, layers split inside them.
+
+    Micro-batches have one sample. Those that compute activations again come first, as they need least.
+    """
+    ways = max(_divisors(shape.per_machine, MOST_WAYS), default=1)
+    for remat in (",remat=true", "") if ways > 1 else ():
+        for stages in reversed([*_divisors(shape.workers // ways, shape.blocks)]):
+            copy = shape.batch * stages * ways // shape.workers
+            yield f"{PLAIN} 1f1b:stages={stages},micro={copy},cuts=profile{remat}+tensor:ways={ways}"
+
+
 def wide(shape: Shape) -> Iterator[str]:
     """The candidates where no other fits into memory: pipelines whose layers are split over machines."""
     for ways in _divisors(shape.workers, MOST_WAYS):
@@ -235,11 +254,10 @@ def wide(shape: Shape) -> Iterator[str]:
 
 
 def _topologies(shape: Shape) -> Iterator[str]:
-    # The engine of accelerators chooses between a ring and a tree itself, and the others are messages over cores.
-    for algorithm in () if shape.accelerated else ("halving-doubling", "tree"):
-        yield f"{PLAIN} collective:algorithm={algorithm}"
-    if 1 < shape.per_machine < shape.workers:
-        for algorithm in ("hierarchical",) if shape.accelerated else ("hierarchical", "torus"):
+    # Of accelerators, `plain` has the engine's collectives, and the others are messages over cores.
+    if not shape.accelerated:
+        levels = ("hierarchical", "torus") if 1 < shape.per_machine < shape.workers else ()
+        for algorithm in ("halving-doubling", "tree", *levels):
             yield f"{PLAIN} collective:algorithm={algorithm}"
     for servers in _servers(shape):
         yield f"{PLAIN} {servers}"

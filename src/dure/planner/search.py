@@ -10,7 +10,20 @@ from dataclasses import dataclass, field
 from dure.errors import DureError
 from dure.job.initial_model import is_on_meta
 from dure.planner.bound import least_seconds
-from dure.planner.candidates import ONE, PLAIN, Scene, Shape, crossed, narrow, on_servers, shape_of, single, wide
+from dure.planner.candidates import (
+    ONE,
+    PLAIN,
+    Scene,
+    Shape,
+    crossed,
+    narrow,
+    on_servers,
+    plain,
+    roomy,
+    shape_of,
+    single,
+    wide,
+)
 from dure.planner.ranking import Ranked, in_order, ranked
 from dure.planner.side_by_side import Deadline, timings
 from dure.planner.timing import setup_in, timed
@@ -73,10 +86,12 @@ def search(scene: Scene, deadline: Deadline, notify: Notify = lambda done, of, s
     found = Found()
     shape = shape_of(scene)
     _prepare(scene)
+    if not _holds_whole(scene):
+        _step(scene, roomy(shape), deadline, 1.0, found, notify)
     first = Deadline(max(LEAST, SHARE * (math.inf if deadline.left is None else deadline.left)))
     if scene.workers > 1:
         _step(scene, [ONE], first, 1.0, found, notify)
-    _step(scene, [PLAIN], first, 1.0, found, notify)
+    _step(scene, plain(shape), first, 1.0, found, notify)
     _measure_blocks(scene, shape, first)
     steps: Sequence[Callable[[], Iterable[str]]] = (
         lambda: single(shape),
@@ -89,6 +104,13 @@ def search(scene: Scene, deadline: Deadline, notify: Notify = lambda done, of, s
     _time(scene, list(found.left), deadline, 1.0, found, notify)
     found.rows = found.ranked
     return found
+
+
+def _holds_whole(scene: Scene) -> bool:
+    """Whether a worker has memory for the weights and the gradient of the whole model."""
+    limits = [scene.cluster.memory_of(worker) for worker in range(scene.workers)]
+    needed = 2 * scene.model.replica.params.nbytes
+    return any(limit is None or limit >= needed for limit in limits)
 
 
 FITTING = 6

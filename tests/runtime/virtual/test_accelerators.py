@@ -30,6 +30,15 @@ def cluster(count=2, gpus=4, *, seconds=0.1, engine=BARE, link="100 Gbit/s", **k
     return Cluster(machines=(machines,), engine=engine, link=Link(bandwidth=link))
 
 
+def test_machines_with_another_device_have_its_memory_unless_they_state_their_own():
+    kind = Machines(gpus=8, gpu="v100-sxm2-16gb")
+    assert kind.changed(gpu="a100-sxm4-80gb") == Machines(gpus=8, gpu="a100-sxm4-80gb")
+    assert kind.changed(gpu="a100-sxm4-80gb", memory="40 GB").memory == 40 * 10**9
+    assert kind.changed(count=2).memory == 16 * 10**9
+    stated = Machines(gpus=8, gpu="v100-sxm2-16gb", memory="12 GB")
+    assert stated.changed(gpu="a100-sxm4-80gb").memory == 12 * 10**9
+
+
 def test_gpus_are_workers_and_a_file_reads_back():
     given = cluster(4, 8, inside=InsideLink(kind="mesh"), card=Card(count=4, transport="tcp"))
     assert given.workers == 32

@@ -50,7 +50,7 @@ from dure.core.devices import Device, device
 from dure.core.spec_text import machines_in_line
 from dure.core.text import quoted
 from dure.core.units import MemoryRate, PositiveSeconds, Rate, Seconds, Size
-from dure.core.validated import FieldError, Validated, read_yaml_file
+from dure.core.validated import FieldError, Validated, read_described
 from dure.errors import ClusterError, UsageError
 from dure.runtime.virtual.accelerators import INSIDE, AcceleratorEngine, Card, InsideLink
 from dure.runtime.virtual.compute import Compute, Constant, Durations, Factor, Speed
@@ -108,6 +108,8 @@ class Machines(Validated):
 
     def changed(self, **values: Any) -> Machines:
         kept = {name: getattr(self, name) for name in type(self).model_fields if name != "workers" or not self.gpus}
+        if "gpu" in values and self.gpu is not None and self.memory == _known_device(self.gpu).memory:
+            del kept["memory"]  # that of another device is another one
         return Machines(**kept | values)
 
     def with_workers(self, workers: int) -> Machines:
@@ -397,17 +399,8 @@ class Cluster(Validated):
     @classmethod
     def from_yaml(cls, path: str | Path) -> Cluster:
         """Read a cluster file. Raises `ClusterError` with the file and the key."""
-        try:
-            given = read_yaml_file(path)
-        except ValueError as error:
-            raise ClusterError(f"{path}: {error}: give the YAML file of a cluster.") from None
-        if not isinstance(given, dict) or not all(isinstance(key, str) for key in given):
-            keys = ", ".join(cls.model_fields)
-            raise ClusterError(f"{path}: a cluster file is a mapping: write keys out of {keys}.")
-        try:
-            return cls(**_resolved(given, Path(path).parent))
-        except ClusterError as error:
-            raise ClusterError(f"{path}: {error}") from None
+        folder, keys = Path(path).parent, cls.model_fields
+        return read_described(path, "a cluster file", keys, lambda given: cls(**_resolved(given, folder)))
 
     def to_yaml(self) -> str:
         """Describe this cluster as YAML. Reading the text gives an equal cluster."""

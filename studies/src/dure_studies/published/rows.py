@@ -33,8 +33,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from dure.core.validated import FieldError, Validated, read_yaml_file
-from dure.errors import ClusterError, UsageError
+from dure.core.validated import FieldError, Validated, read_described, read_yaml_file
 
 HERE = Path(__file__).parent
 
@@ -116,16 +115,7 @@ class Source(Validated):
 
 def read(path: Path) -> Source:
     """The rows in a file. Raises `UsageError` with the file and the key."""
-    try:
-        given = read_yaml_file(path)
-    except ValueError as error:
-        raise UsageError(f"{path}: {error}: give a YAML file of rows.") from None
-    if not isinstance(given, dict) or not all(isinstance(key, str) for key in given):
-        raise UsageError(f"{path}: a file of rows is a mapping: write the keys {', '.join(Source.model_fields)}.")
-    try:
-        return Source(**given)
-    except ClusterError as error:
-        raise UsageError(f"{path}: {error}") from None
+    return read_described(path, "a file of rows", Source.model_fields, lambda given: Source(**given))
 
 
 def missing() -> dict[str, str]:
