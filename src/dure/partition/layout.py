@@ -10,6 +10,7 @@ import torch
 
 from dure.errors import UsageError
 from dure.job.job import refusal, trial_rows
+from dure.partition.backward import costs_of
 from dure.partition.blocks import (
     blocks_of,
     call_of,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
     from dure.job.job import Job
     from dure.job.replica import Replica
+    from dure.partition.backward import BlockCosts, DeviceSpeed
     from dure.partition.pipeline import Pipeline
     from dure.partition.profile import Profile
     from dure.partition.shared_layers import SharedLayers
@@ -286,9 +288,46 @@ class StageLayout:
         counts = [sum(1 for each in block.modules() if next(each.children(), None) is None) for block in self.blocks]
         return [sum(counts[number] for number in self.blocks_in(stage)) / sum(counts) for stage in range(self.depth)]
 
-    def fraction(self, part: int, chunk: int, cost: PassCost, rows: int) -> float:
-        """The part of a worker in the operations of a stage; where none are counted, in its parameters."""
+    @cached_property
+    def costs(self) -> BlockCosts | None:
+        """The costs of a step of the job's own mini-batch on the accelerators of this run; None on other machines.
+
+        None also where the model cannot be counted so (`costs_of`), and where the job states seconds.
+        """
+        speed, module, job = self._speeds.device, self.whole.module, self.job
+        if speed is None or job.block_seconds is not None:
+            return None
+        given = speed(self.whole.params.dtype)
+        return self._known(("costs", given), lambda: costs_of(job, module, job.own_batch_size, given))
+
+    @property
+    def speed(self) -> DeviceSpeed | None:
+        """The speed of the accelerators whose operations are counted; None where FLOPs are."""
+        device = self._speeds.device
+        return None if device is None or self.costs is None else device(self.whole.params.dtype)
+
+    def factors(self, part: int, chunk: int, cost: PassCost, rows: int, batch: int) -> tuple[float, float]:
+        """The forward and the backward of a worker, over those of its stage without a split, for the same samples.
+
+        Where the operations of accelerators are counted, seconds are in proportion to those of the step that the
+        cluster's seconds are for. Backward takes as many times a forward as in the whole model, and has the update.
+        """
         stage = self.pipeline.stage_of(part // self.ways, chunk)
+        shares = self.pass_shares(stage, rows, batch)
+        if self.costs is None:
+            fraction = self._fraction(part, stage, cost, rows)
+            return shares[0].split(fraction), shares[1].split(fraction)
+        passes, update = self.costs.passes, self.costs.update
+        own = passes if len(passes) != len(self.blocks) else [passes[number] for number in self.blocks_in(stage)]
+        (ahead, back), (stage_ahead, stage_back) = (map(sum, zip(*each, strict=True)) for each in (passes, own))
+        steps, held = batch / self.job.own_batch_size, self.held[part]
+        forward = sum(piece.flops for piece in cost.forward)
+        updated = update * (held[-1].stop / self.whole.numel if held else 0.0) * rows / batch
+        backward = forward * stage_back / stage_ahead + updated
+        return forward / ((ahead + update) * steps * shares[0].total), backward / (back * steps * shares[1].total)
+
+    def _fraction(self, part: int, stage: int, cost: PassCost, rows: int) -> float:
+        """The part of a worker in the FLOPs of a stage; where none are counted, in its parameters."""
         whole = sum(self.measured(rows).costs[number].flops for number in self.blocks_in(stage))
         if whole:
             return sum(piece.flops for piece in cost.forward) / whole

@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from dure.core.node import Group, Node
     from dure.partition.layout import Held, StageLayout
     from dure.partition.orders import Action
-    from dure.partition.profile import PassShare
     from dure.partition.stage_module import StageModule
     from dure.partition.tensor.ways import PassCost, Piece
 
@@ -328,18 +327,15 @@ class SharedStage:
         self.kept = kept
         self.counts = StageCounts()
 
-    def pieces(
-        self, action: Action, rows: int, forward: float, backward: float, shares: tuple[PassShare, PassShare]
-    ) -> list[PieceShare]:
-        """The pieces of an action that takes these shares of the time of the model's at all ways together.
+    def pieces(self, action: Action, rows: int, batch: int, forward: float, backward: float) -> list[PieceShare]:
+        """The pieces of an action of `rows` samples of a mini-batch of `batch`.
 
-        `shares` are those of the whole stage's forward and backward. Each way makes all calls.
+        Without a split it would take the shares `forward` and `backward` of the time of the model's.
         """
         if self._costs is None:
             return []
         cost = self._costs(action.chunk, rows, action.kind if action.kind in ("I", "W") else "B")
-        fraction = self._layout.fraction(self._part, action.chunk, cost, rows)
-        ahead, back = (each.split(fraction) for each in shares)
+        ahead, back = self._layout.factors(self._part, action.chunk, cost, rows, batch)
         return piece_shares(cost, forward * ahead, backward * back)
 
     async def sum_over_ways(self, gradient: Tensor, parameters: Sequence[Held]) -> None:

@@ -338,8 +338,8 @@ class Stage:
         time = self._times.setdefault(action.batch, StepTime(self.batches.flops, samples=self.batches.batch_size))
         detail = self._detail(action)
         if self.shared is not None:
-            shares = self._pass_shares(self.pipeline.stage_of(self.rank, action.chunk), action)
-            pieces = self.shared.pieces(action, self.rows(action.micro), forward, backward, shares)
+            rows, batch = self.rows(action.micro), self.batches.batch_size
+            pieces = self.shared.pieces(action, rows, batch, forward, backward)
             await self.shared.compute(function, time, pieces, detail, lambda: self._place(action, passed))
             return
         started = self.node.now()

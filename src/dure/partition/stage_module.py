@@ -10,8 +10,8 @@ backward are the weights that it reads, and autograd does not check them: leaves
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -223,7 +223,7 @@ class StageModule:
         assert self.ways is not None
         shared = self.layout.shared if self._figures is self.layout.whole.figures else None
         blocks = len(self.layout.blocks), self.layout.blocks_in(self.stages[chunk])
-        return "part", shared, self.ways.rank, *blocks, rows, kind
+        return "part", shared, self.ways.rank, *blocks, rows, kind, self.layout.speed
 
     def _recorded(self, chunk: int, rows: int, kind: str | None = None) -> PassCost:
         assert self.ways is not None
@@ -232,16 +232,20 @@ class StageModule:
         inputs = [] if border_in is None else [each.empty(replica.device) for each in border_in.tensors]
         passed = Passed(inputs, self.leaves(replica.params), rows)
         passed.batch, passed.targets = first_samples(self.job, rows, replica.device)
-        before, recording = replica.buffers_flat(), Recording()
+        before, recording = replica.buffers_flat(), Recording(layout.speed)
         alive: list[Tensor] = []
         self.ways.carry_out = recording.carry_out
         self.place(chunk, passed)  # parameters, which are not counted
         kept = Kept(replica.module, alive)
-        forward = recording.pieces(lambda: self.forward(chunk, passed, (0,), border_in, during=kept))
+
+        forward = recording.pieces(
+            lambda counter: self.forward(chunk, passed, (0,), border_in, during=_both(kept, counter))
+        )
         passed.gradients = () if stage == layout.depth - 1 else [torch.zeros_like(each) for each in passed.outputs]
 
-        def back() -> None:
-            self.backward(chunk, passed, inputs=stage > 0 and kind != "W", weights=kind != "I")
+        def back(counter: AbstractContextManager[Any]) -> None:
+            with counter:
+                self.backward(chunk, passed, inputs=stage > 0 and kind != "W", weights=kind != "I")
 
         pieces = [] if kind is None else recording.pieces(back)
         self.ways.carry_out = refused
@@ -264,6 +268,13 @@ class StageModule:
     def buffers(self) -> Tensor | None:
         """A snapshot of the buffers; None where training changes none."""
         return self.replica.buffers_flat() if self.has_buffers else None
+
+
+@contextmanager
+def _both(first: AbstractContextManager[Any], second: AbstractContextManager[Any]) -> Iterator[None]:
+    """A context of both: blocks are counted, and the loss is not, as for a whole model."""
+    with first, second:
+        yield
 
 
 def _slots(blocks: Iterable[nn.Module], numbers: dict[int, int]) -> list[tuple[dict[str, Any], str, int]]:
