@@ -9,7 +9,7 @@ A block of an accelerator takes, in each of its operations, the longer of comput
 
     forward    sum over operations of max(FLOP, bytes * intensity), and the start of each
     backward   twice that; once of the first block that is trained, as its inputs need no gradient, and of frozen blocks
-               behind it; none of blocks before it
+               behind it; none of blocks before it; and once more where the job computes forwards again (`recompute`)
     update     five values for each parameter, moved once (momentum)
 
 Within a block, gradients are completed from the last parameter to the first, equally many in each second. A parameter
@@ -50,6 +50,7 @@ Passes = Sequence[tuple[float, float]]
 
 def even(job: Job, replica: Replica, backward: float) -> StepShape:
     """A step of which `backward` is a share, which completes equally many parameters in each second."""
+    backward = 1 / (2 - backward) if job.recompute else backward  # 1 - backward more, as forward is computed again
     numel = replica.numel
     numbered = reversed([*enumerate(replica.layers)])
     tensors = tuple(GradientTensor(index, each.numel, 1 - each.start / numel) for index, each in numbered)
@@ -105,19 +106,21 @@ def costs_of(job: Job, module: nn.Module, batch: int, speed: DeviceSpeed) -> Blo
         return None
     if len(costs) != len(blocks):
         return None
-    passes = [(each, times * each) for each, times in zip(costs, _backward_times(blocks), strict=True)]
+    times = _backward_times(blocks, recompute=job.recompute)
+    passes = [(each, count * each) for each, count in zip(costs, times, strict=True)]
     if not sum(back for _, back in passes):
         return None
     trained = sum(each.nbytes for each in module.parameters() if each.requires_grad)
     return BlockCosts(passes, UPDATED * trained * speed.intensity, job.accumulate)
 
 
-def _backward_times(blocks: Sequence[nn.Module]) -> list[int]:
-    """Backward of each block, in times its forward: for the gradient of its parameters, and for that of its inputs."""
+def _backward_times(blocks: Sequence[nn.Module], *, recompute: bool) -> list[int]:
+    """Backward of each block, in times its forward: for gradients of parameters and of inputs, and to recompute."""
     found, behind = [], False
     for block in blocks:
         trained = [each.requires_grad for each in block.parameters()]
-        found.append((1 if behind else 0) + (1 if any(trained) or (behind and not trained) else 0))
+        gradients = (1 if behind else 0) + (1 if any(trained) or (behind and not trained) else 0)
+        found.append(gradients + (1 if recompute and gradients else 0))
         behind = behind or any(trained)
     return found
 

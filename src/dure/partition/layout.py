@@ -23,7 +23,7 @@ from dure.partition.blocks import (
     tied,
     tied_stages,
 )
-from dure.partition.borders import Border, MeasuredPass, measure, whole_borders
+from dure.partition.borders import Activations, Border, KeptMemory, MeasuredPass, measure, whole_borders
 from dure.partition.cut import ANY, Speeds, cut_of
 from dure.partition.profile import PassShare, counted, share
 
@@ -101,12 +101,12 @@ class StageLayout:
             refuse_ties("a pipeline without a flush", self.tied)
 
     def blocks_of(self, module: nn.Module) -> list[nn.Module]:
-        """The blocks of a model of the job. One stage needs none: the whole model is its block."""
+        """The blocks of a model of the job. One stage needs none, unless the job recomputes: the model is its block."""
         return [module] if self._is_one_block(module) else blocks_of(self.job, module)
 
     def _is_one_block(self, module: nn.Module) -> bool:
         alone = self.pipeline.stages * self.pipeline.chunks == 1
-        return alone and (self.shared is not None or is_one_block(self.job, module))
+        return alone and ((self.shared is not None and not self.job.recompute) or is_one_block(self.job, module))
 
     def _whole_borders(self) -> list[int] | None:
         """The numbers of the blocks before which the model may be cut; None for all."""
@@ -245,12 +245,21 @@ class StageLayout:
         """The border behind a stage, for a micro-batch of `rows` samples."""
         return self.measured(rows).border(self.bounds[stage + 1])
 
-    def activation_nbytes(self, stage: int, rows: int) -> int:
-        """The bytes that the backward of a stage keeps for a micro-batch of `rows` samples."""
-        costs = self.measured(rows).costs
-        return sum(
-            {place: nbytes for number in self.blocks_in(stage) for place, nbytes in costs[number].kept.items()}.values()
-        )
+    def activations(self, stage: int, rows: int) -> Activations:
+        """What autograd keeps for the backward of a stage, for a micro-batch of `rows` samples."""
+        return self.measured(rows).activations(self.blocks_in(stage))
+
+    def kept(self, stage: int, rows: int, own: Activations) -> KeptMemory:
+        """The memory of a micro-batch at a worker with a stage, or a part of it, which has `own` activations.
+
+        A pipeline that re-materialises keeps the inputs of a stage, and a job that recomputes those of each block.
+        """
+        if self.pipeline.remat:
+            inputs = self.border(stage - 1, rows).nbytes if stage else 0
+            return KeptMemory(inputs, max(0, own.nbytes - inputs))
+        if self.job.recompute:
+            return self.measured(rows).recomputed(self.blocks_in(stage), own)
+        return KeptMemory(own.nbytes)
 
     @cached_property
     def shares(self) -> list[float]:

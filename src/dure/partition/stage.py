@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from dure.core.node import Node
     from dure.job.gradient import Requester
     from dure.job.optimizer import FlatOptimizer
-    from dure.partition.borders import Border
+    from dure.partition.borders import Border, KeptMemory
     from dure.partition.layout import StageLayout
     from dure.partition.messages import StageBatches
     from dure.partition.orders import Action
@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 
 HALF = 0.5
 """The share of a backward pass in the gradient of the inputs, and in that of the weights."""
+
+AGAIN = 1 / 3
+"""The share of a backward pass in the forward that a job computes again, with the gradient of the inputs."""
 
 
 Predict = Callable[[Sequence[Tensor]], Sequence[Tensor]]
@@ -256,7 +259,7 @@ class Stage:
         if weights:
             del self._passed[key]
             if not (self.pipeline.overwrites and self._passed):
-                self._held -= self._kept_nbytes(stage, action)
+                self._held -= self._kept(stage, action).between
         found: list[Tensor] = []
         if passed is not None:
             if inputs:
@@ -272,6 +275,8 @@ class Stage:
         # remat pays the forward a second time, in the action that needs the activations first
         ahead, back = self._pass_shares(stage, action)
         part = back.total * (HALF * inputs + HALF * weights)
+        if self.layout.job.recompute:
+            part = back.total * AGAIN * inputs + (1 - AGAIN) * part
         again = ahead.total if self.pipeline.remat and inputs else 0.0
         await self.compute(action, function, forward=again + forward, backward=part, passed=passed)
         if inputs:
@@ -280,25 +285,16 @@ class Stage:
     def _hold(self, stage: int, action: Action) -> None:
         """Count what is kept between forwards and backwards, that of this forward included."""
         counts, sets = self.counts, 1 if self.pipeline.overwrites else len(self._passed)
-        self._held += self._kept_nbytes(stage, action) if sets == len(self._passed) else 0
-        again = 0  # re-materialisation has the activations of one micro-batch at a time
-        if self.pipeline.remat:
-            again = max(0, self._activation_nbytes(stage, action) - self._kept_nbytes(stage, action))
+        self._held += self._kept(stage, action).between if sets == len(self._passed) else 0
         counts.most_sets = max(counts.most_sets, sets)
+        again = self._kept(stage, action).again  # what is computed again is that of one micro-batch at a time
         counts.most_activation_nbytes = max(counts.most_activation_nbytes, self._held + again)
 
-    def _kept_nbytes(self, stage: int, action: Action) -> int:
-        """The bytes that are kept for the backward of a micro-batch: activations, or the inputs of the stage alone."""
-        if not self.pipeline.remat:
-            return self._activation_nbytes(stage, action)
-        return self.layout.border(stage - 1, self.rows(action.micro)).nbytes if stage else 0
-
-    def _activation_nbytes(self, stage: int, action: Action) -> int:
-        """The bytes that autograd keeps at this worker for the backward of a micro-batch."""
-        rows = self.rows(action.micro)
-        return (
-            self.layout.activation_nbytes(stage, rows) if self.shared is None else self.shared.kept(action.chunk, rows)
-        )
+    def _kept(self, stage: int, action: Action) -> KeptMemory:
+        """The memory of a micro-batch at this worker."""
+        rows, shared = self.rows(action.micro), self.shared
+        own = self.layout.activations(stage, rows) if shared is None else shared.kept(action.chunk, rows)
+        return self.layout.kept(stage, rows, own)
 
     def update(self, batch: int) -> Gradient:
         """The gradient of a mini-batch: the sum of its micro-batches'."""

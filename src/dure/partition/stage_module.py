@@ -23,7 +23,7 @@ from dure.errors import UsageError
 from dure.job.gradient_engine import Isolated
 from dure.job.replica import Replica
 from dure.partition.blocks import first_samples
-from dure.partition.borders import Kept
+from dure.partition.borders import Activations, Kept
 from dure.partition.tensor.ways import PassCost, Recording, Ways, refused
 
 if TYPE_CHECKING:
@@ -32,7 +32,9 @@ if TYPE_CHECKING:
     from dure.partition.layout import StageLayout
 
 
-NOTHING = nullcontext()
+def nothing_during(block: nn.Module) -> AbstractContextManager[Any]:
+    """A context without an effect."""
+    return nullcontext()
 
 
 @dataclass(slots=True)
@@ -130,12 +132,12 @@ class StageModule:
         border_in: Border | None,
         *,
         graph: bool = True,
-        during: AbstractContextManager[Any] = NOTHING,
+        during: Callable[[nn.Module], AbstractContextManager[Any]] = nothing_during,
     ) -> None:
         """Compute the outputs of a chunk from `passed.inputs`; of the last stage its loss, times its share.
 
         Random layers draw from the numbers in `draw`. Without a `graph` a backward is not possible. The context
-        `during` is open in the blocks, and not in the loss.
+        `during(block)` is open in each block, and not in the loss.
         """
         self.place(chunk, passed)
         value = passed.batch if border_in is None else border_in.value(passed.inputs)
@@ -143,8 +145,8 @@ class StageModule:
         with isolated, torch.set_grad_enabled(graph):
             if self.ways is not None:
                 self.ways.begin()
-            with during:
-                for block in self._blocks[chunk]:
+            for block in self._blocks[chunk]:
+                with during(block):
                     value = self._call(block, value)
             if self.ways is not None:
                 self.ways.end()
@@ -209,13 +211,13 @@ class StageModule:
         found: PassCost = self._figures[key]
         return found
 
-    def kept(self, chunk: int, rows: int) -> int:
-        """The bytes that the backward of a chunk's blocks keeps for `rows` samples; as `cost`, without a gradient."""
+    def kept(self, chunk: int, rows: int) -> Activations:
+        """What autograd keeps for the backward of a chunk for `rows` samples; as `cost`, without a gradient."""
         key = self._pass(chunk, rows, "kept")
         if key not in self._figures:
             known: PassCost | None = self._figures.get(self._pass(chunk, rows, "B"))
             self._figures[key] = (known or self._recorded(chunk, rows)).kept
-        found: int = self._figures[key]
+        found: Activations = self._figures[key]
         return found
 
     def _pass(self, chunk: int, rows: int, kind: str) -> tuple[object, ...]:
@@ -236,14 +238,20 @@ class StageModule:
         alive: list[Tensor] = []
         self.ways.carry_out = recording.carry_out
         self.place(chunk, passed)  # parameters, which are not counted
-        kept = Kept(replica.module, alive)
+        kept: list[Kept] = []
+
+        def counted(block: nn.Module, counter: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
+            kept.append(Kept(replica.module, alive))
+            return _both(kept[-1], counter)
 
         forward = recording.pieces(
-            lambda counter: self.forward(chunk, passed, (0,), border_in, during=_both(kept, counter))
+            lambda counter: self.forward(chunk, passed, (0,), border_in, during=partial(counted, counter=counter))
         )
         passed.gradients = () if stage == layout.depth - 1 else [torch.zeros_like(each) for each in passed.outputs]
 
         def back(counter: AbstractContextManager[Any]) -> None:
+            if self.job.recompute and kind != "W":
+                self.forward(chunk, passed, (0,), border_in, during=lambda block: counter)
             with counter:
                 self.backward(chunk, passed, inputs=stage > 0 and kind != "W", weights=kind != "I")
 
@@ -251,7 +259,7 @@ class StageModule:
         self.ways.carry_out = refused
         if before.numel():
             replica.load_buffers(before)
-        return PassCost(forward, pieces, sum(kept.nbytes.values()))
+        return PassCost(forward, pieces, Activations.of([each.nbytes for each in kept]))
 
     def _renew_buffers(self) -> None:
         """Let the graph keep the buffers of this forward, which no later one may change."""

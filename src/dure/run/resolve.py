@@ -356,6 +356,11 @@ def _check(setup: Setup, cluster: Cluster | None) -> None:
                 f"accumulate={setup.job.accumulate} is for workers with the whole model, and {setup.strategy} splits "
                 "it: leave it out. A pipeline has micro-batches of its own, as in 1f1b:stages=2,micro=8."
             )
+        if setup.job.recompute and setup.stages.pipeline.remat:
+            raise UsageError(
+                f"the job computes the forward of each block again (recompute=true), and {setup.strategy} that of each "
+                "stage (remat=true): leave one of them out."
+            )
     for name in cluster.codecs if cluster is not None else ():
         check_codec_name(name)
     if cluster is not None:

@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +35,9 @@ from torch.autograd import Function
 from dure.core.flop_counter import FlopCounter
 from dure.core.node import Ghost
 from dure.partition.backward import DeviceSpeed, Roofline
+
+if TYPE_CHECKING:
+    from dure.partition.borders import Activations
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "exchange"]
 
@@ -259,11 +262,11 @@ class Piece(NamedTuple):
 
 
 class PassCost(NamedTuple):
-    """The pieces of a forward and of a backward, and the bytes that are kept between them."""
+    """The pieces of a forward and of a backward, and what autograd keeps between them."""
 
     forward: Sequence[Piece]
     backward: Sequence[Piece]
-    kept: int
+    kept: Activations
 
 
 class Recording:
