@@ -233,7 +233,7 @@ class Stage:
         outputs = [] if passed is None else [each.detach().contiguous() for each in passed.outputs]
         self.messages.send_outputs(action, outputs)
         # only now: the outputs were needed for the message, and `_forward_again` makes them for the backward
-        if passed is not None and self.pipeline.remat:
+        if passed is not None and self.pipeline.recomputes(action.micro):
             passed.outputs = ()
 
     async def backward(
@@ -252,9 +252,12 @@ class Stage:
         the share `forward` of the time of the model's forward.
         """
         stage = self.pipeline.stage_of(self.rank, action.chunk)
-        gradients = await self.messages.gradients(action) if inputs and predict is None else ()
         key = action.batch, action.micro, action.chunk
         passed = self._passed[key]
+        again = self.pipeline.recomputes(action.micro) and inputs
+        if again:
+            await self._recompute(stage, action, passed)
+        gradients = await self.messages.gradients(action) if inputs and predict is None else ()
         # I (inputs alone) comes before W of the same micro-batch, which still needs the activations
         if weights:
             del self._passed[key]
@@ -264,7 +267,8 @@ class Stage:
         if passed is not None:
             if inputs:
                 passed.gradients = gradients
-            self._place_weights(passed, self.pipeline.backward_reads(self, action.batch))
+            if not again:
+                self._place_weights(passed, self.pipeline.backward_reads(self, action.batch))
 
         def function() -> None:
             if passed is not None:
@@ -272,15 +276,25 @@ class Stage:
                     passed.gradients = predict([each.detach() for each in passed.outputs if each.requires_grad])
                 found.extend(self._backward(action, stage, passed, inputs=inputs, weights=weights))
 
-        # remat pays the forward a second time, in the action that needs the activations first
-        ahead, back = self._pass_shares(stage, action)
+        _, back = self._pass_shares(stage, action)
         part = back.total * (HALF * inputs + HALF * weights)
         if self.layout.job.recompute:
             part = back.total * AGAIN * inputs + (1 - AGAIN) * part
-        again = ahead.total if self.pipeline.remat and inputs else 0.0
-        await self.compute(action, function, forward=again + forward, backward=part, passed=passed)
+        await self.compute(action, function, forward=forward, backward=part, passed=passed)
         if inputs:
             self.messages.send_gradients(action, [each.contiguous() for each in found])
+
+    async def _recompute(self, stage: int, action: Action, passed: Passed | None) -> None:
+        """Compute a forward again, while its gradients travel, in the first action that reads the activations."""
+        if passed is not None:
+            self._place_weights(passed, self.pipeline.backward_reads(self, action.batch))
+
+        def function() -> None:
+            if passed is not None:
+                self._forward_again(action, stage, passed)
+
+        share, _ = self._pass_shares(stage, action)
+        await self.compute(action, function, forward=share.total, passed=passed)
 
     def _hold(self, stage: int, action: Action) -> None:
         """Count what is kept between forwards and backwards, that of this forward included."""
@@ -378,14 +392,12 @@ class Stage:
         if self.module.has_buffers:
             self._use_buffers()
         draw, border = self._draw(stage, action), self._border_in(stage, action)
-        self.module.forward(action.chunk, passed, draw, border, graph=not self.pipeline.remat)
+        self.module.forward(action.chunk, passed, draw, border, graph=not self.pipeline.recomputes(action.micro))
         if self.module.has_buffers:
             self._buffers = self.module.buffers()
 
     def _backward(self, action: Action, stage: int, passed: Passed, *, inputs: bool, weights: bool) -> list[Tensor]:
         assert self.module is not None
-        if self.pipeline.remat and inputs:
-            self._forward_again(action, stage, passed)
         # W of the same micro-batch would count the loss twice
         if inputs and stage == self.layout.depth - 1:
             loss = passed.outputs[0].detach()
