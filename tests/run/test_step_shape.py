@@ -13,7 +13,7 @@ from dure.errors import ClusterError, UsageError
 from dure.job.data.dataset import Data
 from dure.job.job import Job, load_job
 from dure.run.step_shape import device_seconds, referred
-from dure.runtime.virtual.accelerators import InsideLink
+from dure.runtime.virtual.accelerators import AcceleratorEngine, InsideLink
 from dure.runtime.virtual.cluster import Cluster, Machines
 from dure.runtime.virtual.compute import Constant
 
@@ -92,3 +92,21 @@ def test_a_line_of_several_machines_needs_the_speed_of_their_cards() -> None:
 def test_steps_of_several_mini_batches_are_for_whole_models(partition: str) -> None:
     with raising(UsageError, "accumulate=2 is for workers with the whole model"):
         virtual(dense(accumulate=2), f"bsp {partition}", workers=2, steps=1, timing_only=True)
+
+
+@pytest.mark.parametrize(("micro", "own"), [(1, ROWS), (256, ROWS), (256, 64)])
+def test_micro_batches_of_a_pipeline_take_the_starts_and_moves_of_their_size(micro: int, own: int) -> None:
+    """Eight samples move the weights of a layer in more time than their products take; their messages are short."""
+    v100, job = device("v100-sxm2-16gb"), dense().adjusted(own_batch_size=own)
+    cluster = Cluster(machines=(Machines(gpus=2, gpu=v100.name, inside=InsideLink(bandwidth="1e15")),))
+    strategy = f"bsp gpipe:stages=2,micro={micro}"
+    run = virtual(job, strategy, cluster.changed(engine=AcceleratorEngine(spread=0.0)), steps=1, timing_only=True)
+    rows = ROWS // micro
+    products = 2 * rows * WIDTH**2 / (PRODUCTS["fp32"] * v100.flops["fp32"])
+    moves = 4 * (WIDTH**2 + 2 * rows * WIDTH) / (MOVED * v100.bandwidth)
+    layer = KERNEL + max(products, moves)
+    update = 5 * WIDTH**2 * 4 / (MOVED * v100.bandwidth)
+    # forward of the first stage, then forwards and two gradients of the second; the first stage's last gradient
+    expected = layer + 3 * micro * layer + update + layer + update / micro
+    assert run.summary["seconds"] == pytest.approx(expected, rel=4e-3)
+    assert (moves > products) == (micro > 1)

@@ -267,10 +267,19 @@ class StageLayout:
         return [total / sum(self._totals) for total in self._totals]
 
     def pass_shares(self, stage: int, rows: int, batch: int) -> tuple[PassShare, PassShare]:
-        """The shares of a micro-batch of `rows` samples at a stage in the forward and the backward of a mini-batch."""
+        """The shares of a micro-batch of `rows` samples at a stage in the forward and the backward of a mini-batch.
+
+        On accelerators they are those of the operations of a pass of so many samples: starts of kernels and moves of
+        weights do not get shorter with it.
+        """
         times, blocks = self._speeds.times, self.blocks_in(stage)
         if times is not None and len(times.forward) == len(self.blocks) and self.job.block_seconds is None:
             return share(times.forward, blocks, rows, batch), share(times.backward, blocks, rows, batch)
+        costs = None if self.costs is None else self._costs_of(rows)
+        if costs is not None:
+            held = self._numel(stage) / sum(self._numel(each) for each in range(self.depth))
+            ahead, back = self._in_shares(*self._of_stage(costs, stage), held, rows, batch)
+            return PassShare(0.0, ahead), PassShare(0.0, back)
         call = self._speeds.call
         ahead, back = (
             PassShare(call * self._call_shares[stage], (1 - call) * (work[stage] * rows / batch))
@@ -303,11 +312,32 @@ class StageLayout:
 
         None also where the model cannot be counted so (`costs_of`), and where the job states seconds.
         """
-        speed, module, job = self._speeds.device, self.whole.module, self.job
-        if speed is None or job.block_seconds is not None:
+        return None if self.job.block_seconds is not None else self._costs_of(self.job.own_batch_size)
+
+    def _costs_of(self, samples: int) -> BlockCosts | None:
+        """The costs of a step of so many samples on the accelerators of this run."""
+        if self._speeds.device is None:
             return None
-        given = speed(self.whole.params.dtype)
-        return self._known(("costs", given), lambda: costs_of(job, module, job.own_batch_size, given))
+        speed = self._speeds.device(self.whole.params.dtype)
+        return self._known(("costs", speed, samples), lambda: costs_of(self.job, self.whole.module, samples, speed))
+
+    def _of_stage(self, costs: BlockCosts, stage: int) -> tuple[float, float]:
+        """The operations of a stage's forward and backward; where the whole model is one block, those of all."""
+        one = len(costs.passes) != len(self.blocks)
+        own = costs.passes if one else [costs.passes[number] for number in self.blocks_in(stage)]
+        return sum(ahead for ahead, _ in own), sum(back for _, back in own)
+
+    def _in_shares(self, ahead: float, back: float, held: float, rows: int, batch: int) -> tuple[float, float]:
+        """The operations of passes of `rows` samples, in shares of those of a mini-batch of `batch`.
+
+        The seconds of a mini-batch are in proportion to those of a step of the job's own, whose forward has the update.
+        A backward has the update of the part `held` of the parameters, as much of it as it has of the mini-batch.
+        """
+        assert self.costs is not None
+        update, steps = self.costs.update, batch / self.job.own_batch_size
+        whole_ahead, whole_back = (sum(each[way] for each in self.costs.passes) for way in range(2))
+        updated = update * held * rows / batch
+        return ahead / ((whole_ahead + update) * steps), (back + updated) / (whole_back * steps)
 
     @property
     def speed(self) -> DeviceSpeed | None:
@@ -326,14 +356,11 @@ class StageLayout:
         if self.costs is None:
             fraction = self._fraction(part, stage, cost, rows)
             return shares[0].split(fraction), shares[1].split(fraction)
-        passes, update = self.costs.passes, self.costs.update
-        own = passes if len(passes) != len(self.blocks) else [passes[number] for number in self.blocks_in(stage)]
-        (ahead, back), (stage_ahead, stage_back) = (map(sum, zip(*each, strict=True)) for each in (passes, own))
-        steps, held = batch / self.job.own_batch_size, self.held[part]
-        forward = sum(piece.flops for piece in cost.forward)
-        updated = update * (held[-1].stop / self.whole.numel if held else 0.0) * rows / batch
-        backward = forward * stage_back / stage_ahead + updated
-        return forward / ((ahead + update) * steps * shares[0].total), backward / (back * steps * shares[1].total)
+        stage_ahead, stage_back = self._of_stage(self.costs, stage)
+        forward, held = sum(piece.flops for piece in cost.forward), self.held[part]
+        updated = held[-1].stop / self.whole.numel if held else 0.0
+        ahead, back = self._in_shares(forward, forward * stage_back / stage_ahead, updated, rows, batch)
+        return ahead / shares[0].total, back / shares[1].total
 
     def _fraction(self, part: int, stage: int, cost: PassCost, rows: int) -> float:
         """The part of a worker in the FLOPs of a stage; where none are counted, in its parameters."""
