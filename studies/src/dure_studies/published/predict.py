@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from dure_studies.published.rows import Figure, OpenFact, PublishedRow, Source
 
 Values = dict[str, Any]
-"""Values by their places in a cluster file, or in a job (`job.precision`)."""
+"""Values by their places in a cluster file, in a job (`job.precision`) or in a strategy (`strategy.micro`)."""
 
-JOB = "job."
+JOB, STRATEGY = "job.", "strategy."
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,9 @@ def _shared(values: Values, figure: Figure) -> Values:
 
 def _rate(described: Mapping[str, Any], one: float | None, job: str, strategy: str, values: Values) -> float:
     """Samples per second of a worker."""
-    text = with_parameters(job, {at.removeprefix(JOB): each for at, each in values.items() if at.startswith(JOB)})
-    rest = {at: value for at, value in values.items() if not at.startswith(JOB)}
+    text = with_parameters(job, _under(JOB, values))
+    strategy = " ".join(with_own(member, _under(STRATEGY, values)) for member in strategy.split())
+    rest = {at: value for at, value in values.items() if not at.startswith((JOB, STRATEGY))}
     cluster = cluster_of(described, rest, text, one)
     batch = _job(text).batch_size * cluster.workers
     scene = Scene(_job(text), referred(cluster, _job(text)), batch)
@@ -107,6 +108,21 @@ def with_parameters(job: str, changed: Mapping[str, Any]) -> str:
     name, own = parse_member(job)
     parameters = ",".join(f"{key}={value}" for key, value in ({**own} | {**changed}).items())
     return f"{name}:{parameters}" if parameters else name
+
+
+def with_own(member: str, changed: Mapping[str, Any]) -> str:
+    """The text of a member of a strategy with other values of those parameters that it has.
+
+    >>> with_own("gpipe:stages=2,micro=4", {"micro": 8, "ways": 2}), with_own("bsp", {"micro": 8})
+    ('gpipe:stages=2,micro=8', 'bsp')
+    """
+    own = parse_member(member)[1]
+    return with_parameters(member, {key: value for key, value in changed.items() if key in own})
+
+
+def _under(prefix: str, values: Values) -> Values:
+    """The values at places that begin so, by the rest of their names."""
+    return {at.removeprefix(prefix): each for at, each in values.items() if at.startswith(prefix)}
 
 
 @cache

@@ -23,7 +23,8 @@
         measured: 0.933                                     # rate of a worker, relative to one alone, or to `than`
 
 A place such as `machines.card.share` names the keys from the top of the cluster file; of a list it means the first
-element. `job.precision` is a parameter of the job. A row's `open` and `than` are for figures without their own.
+element. `job.precision` is a parameter of the job, `strategy.micro` one of the members of the strategy that have it. A
+row's `open`, `than` and `class` are for figures without their own.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from dure.errors import ClusterError, UsageError
 
 HERE = Path(__file__).parent
 
-SOURCES = ("horovod", "tensorflow", "ddp", "dlperf", "nvidia", "users")
+SOURCES = ("horovod", "tensorflow", "ddp", "dlperf", "nvidia", "users", "torchgpipe", "torchtitan")
 """The files of this package."""
 
 
@@ -68,6 +69,7 @@ class Figure(Validated):
     set: dict[str, Any] = Field(default_factory=dict)
     than: ComparedSetting | None = None
     open: dict[str, OpenFact] | None = None
+    kind: Literal["A", "B", "C"] | None = Field(default=None, alias="class")
 
     def compared(self, row: PublishedRow) -> ComparedSetting | None:
         """The setting to which the rate is relative; None for one worker alone."""
