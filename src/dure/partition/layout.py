@@ -97,6 +97,8 @@ class StageLayout:
         self.bounds = (0, *cuts, len(self.blocks))
         self._speeds = speeds
         self._measured: dict[int, MeasuredPass] = {}
+        self._activations: dict[tuple[int, int], Activations] = {}
+        self._pass_shares: dict[tuple[int, int, int], tuple[PassShare, PassShare]] = {}
         if not pipeline.flushes:
             refuse_ties("a pipeline without a flush", self.tied)
 
@@ -247,7 +249,9 @@ class StageLayout:
 
     def activations(self, stage: int, rows: int) -> Activations:
         """What autograd keeps for the backward of a stage, for a micro-batch of `rows` samples."""
-        return self.measured(rows).activations(self.blocks_in(stage))
+        if (stage, rows) not in self._activations:
+            self._activations[stage, rows] = self.measured(rows).activations(self.blocks_in(stage))
+        return self._activations[stage, rows]
 
     def kept(self, stage: int, rows: int, own: Activations) -> KeptMemory:
         """The memory of a micro-batch at a worker with a stage, or a part of it, which has `own` activations.
@@ -272,6 +276,12 @@ class StageLayout:
         On accelerators they are those of the operations of a pass of so many samples: starts of kernels and moves of
         weights do not get shorter with it.
         """
+        key = stage, rows, batch
+        if key not in self._pass_shares:
+            self._pass_shares[key] = self._shares_of(*key)
+        return self._pass_shares[key]
+
+    def _shares_of(self, stage: int, rows: int, batch: int) -> tuple[PassShare, PassShare]:
         times, blocks = self._speeds.times, self.blocks_in(stage)
         if times is not None and len(times.forward) == len(self.blocks) and self.job.block_seconds is None:
             return share(times.forward, blocks, rows, batch), share(times.backward, blocks, rows, batch)

@@ -85,8 +85,8 @@ class StageFigures:
             shares, called = (ahead.total, back.total), (0.0, 0.0)
             if layout.shared is not None:
                 cost = self.stages.modules[layout.alike(part)].cost(chunk, self.rows)
-                fraction = layout.fraction(part, chunk, cost, self.rows)
-                shares = ahead.total * ahead.split(fraction), back.total * back.split(fraction)
+                of_ahead, of_back = layout.factors(part, chunk, cost, self.rows, self.batch)
+                shares = ahead.total * of_ahead, back.total * of_back
                 called = self._called(rank, cost.forward), self._called(rank, cost.backward)
             forward += seconds * (1 - of_backward) * shares[0] + called[0]
             backward += seconds * of_backward * shares[1] + called[1]
