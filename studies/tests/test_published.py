@@ -132,6 +132,20 @@ def test_rows_of_a_users_own_file_have_predictions_and_intervals(own: Path) -> N
     assert study.table(result) is not None
 
 
+def test_an_open_fact_may_be_of_the_strategy_and_a_figure_of_another_class(own: Path) -> None:
+    """Micro-batches of four samples move AlexNet's dense weights too often. A figure of class B counts as one."""
+    figure = (
+        '{name: pipeline, class: B, job: "alexnet:batch=16", one: 500, set: {machines.count: 1}, measured: 0.6, '
+        'strategy: "bsp gpipe:stages=2,micro=2", open: {micro: {at: strategy.micro, values: [8]}}}'
+    )
+    own.write_text(OWN[: OWN.index("  - {name: two hosts")] + f"  - {figure}\n")
+    result = study.reproduce(rows=own, out=own.with_suffix(".svg"))
+    (row,) = result["rows"]
+    assert (row["class"], row["decides"]) == ("B", "micro")
+    assert row["high"] == row["predicted"] > 1.1 * row["low"]
+    assert [each["of"] for each in result["scores"]] == ["class B"]
+
+
 def test_a_setting_that_cannot_be_timed_is_listed_with_the_reason(own: Path) -> None:
     own.write_text(OWN.replace('job: "alexnet:batch=64"', 'job: "alexnet:batch=64", strategy: "bsp gpipe:stages=3"'))
     first, *_ = study.reproduce(rows=own, out=own.with_suffix(".svg"))["rows"]

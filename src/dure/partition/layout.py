@@ -288,8 +288,8 @@ class StageLayout:
         costs = None if self.costs is None else self._costs_of(rows)
         if costs is not None:
             held = self._numel(stage) / sum(self._numel(each) for each in range(self.depth))
-            ahead, back = self._in_shares(*self._of_stage(costs, stage), held, rows, batch)
-            return PassShare(0.0, ahead), PassShare(0.0, back)
+            forward, backward = self._in_shares(*self._of_stage(costs, stage), held, rows, batch)
+            return PassShare(0.0, forward), PassShare(0.0, backward)
         call = self._speeds.call
         ahead, back = (
             PassShare(call * self._call_shares[stage], (1 - call) * (work[stage] * rows / batch))
