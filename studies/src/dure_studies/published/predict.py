@@ -2,6 +2,8 @@
 
     predicted = samples per second of a worker / those of one worker alone (`one`), or of a worker in another setting
 
+Of two models, a row may compare the operations of these samples per second.
+
 The interval spans what the source leaves open. Each open fact is tried alone. Then those values that make the ratio
 smallest are taken together, and those that make it largest.
 """
@@ -79,7 +81,13 @@ def _ratio(source: Source, row: PublishedRow, figure: Figure, values: Values) ->
         assert figure.one is not None  # else the row is refused
         return rate / figure.one
     other = than.job or figure.job, than.strategy or figure.strategy
-    return rate / _rate(described, figure.one, *other, row.set | than.set | _shared(values, figure))
+    ratio = rate / _rate(described, figure.one, *other, row.set | than.set | _shared(values, figure))
+    return ratio * _operations(figure.job) / _operations(other[0]) if row.counted == "operations" else ratio
+
+
+def _operations(job: str) -> float:
+    """The operations of a sample."""
+    return _job(job).flops_per_sample
 
 
 def _shared(values: Values, figure: Figure) -> Values:

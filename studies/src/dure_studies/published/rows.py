@@ -12,6 +12,7 @@
       class: A                                              # A: nearly all is stated, B: a fact is missing, C: an order
       cluster: {...}                                        # another one than that of the file
       set: {machines.count: 2}                              # values of this row in the cluster
+      counted: samples                                      # or operations: of a sample, by its job
       figures:
       - name: 16 GPUs
         job: resnet50:batch=32
@@ -39,7 +40,10 @@ from dure.errors import ClusterError, UsageError
 
 HERE = Path(__file__).parent
 
-SOURCES = ("horovod", "tensorflow", "ddp", "dlperf", "nvidia", "users", "torchgpipe", "torchtitan")
+SOURCES = (
+    *("horovod", "tensorflow", "ddp", "dlperf", "nvidia", "megatron", "users"),
+    *("torchgpipe", "torchtitan", "ultrascale"),
+)
 """The files of this package."""
 
 
@@ -85,6 +89,7 @@ class PublishedRow(Validated):
     figures: tuple[Figure, ...] = Field(min_length=1)
     cluster: dict[str, Any] | None = None
     set: dict[str, Any] = Field(default_factory=dict)
+    counted: Literal["samples", "operations"] = "samples"
     than: ComparedSetting | None = None
     open: dict[str, OpenFact] | None = None
 
