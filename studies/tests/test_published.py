@@ -8,6 +8,8 @@ import pytest
 from support.wording import raising
 
 from dure.errors import UsageError
+from dure.job.job import load_job
+from dure.run.step_shape import device_seconds
 from dure_studies.published import study
 from dure_studies.published.predict import cluster_of, fitted_from, predict
 from dure_studies.published.rows import missing, published, read
@@ -144,6 +146,52 @@ def test_an_open_fact_may_be_of_the_strategy_and_a_figure_of_another_class(own: 
     assert (row["class"], row["decides"]) == ("B", "micro")
     assert row["high"] == row["predicted"] > 1.1 * row["low"]
     assert [each["of"] for each in result["scores"]] == ["class B"]
+
+
+TWO_MODELS = """
+source: our laboratory
+cluster:
+  machines: [{count: 1, gpus: 2, gpu: v100-sxm2-16gb}]
+  engine: {spread: 0}
+rows:
+- id: X2
+  what: a wide and a narrow model
+  class: A
+  counted: operations
+  figures:
+  - name: two GPUs, than one
+    job: "transformer:layers=2,hidden=512,heads=8,vocab=1000,sequence=128,batch=8"
+    strategy: bsp tensor:ways=2
+    than:
+      job: "transformer:layers=2,hidden=256,heads=4,vocab=1000,sequence=128,batch=8"
+      one: 400
+      strategy: bsp
+      set: {machines.gpus: 1}
+    measured: 0.6
+"""
+
+
+def test_two_models_are_compared_by_operations_and_the_known_rate_calibrates_both(own: Path) -> None:
+    """One GPU alone: the rate of the wide model follows from that of the narrow one and their seconds on the device."""
+    alone = TWO_MODELS.replace("strategy: bsp tensor:ways=2\n", "set: {machines.gpus: 1}\n")
+    ratios = {}
+    for name, text in (("alone", alone), ("split", TWO_MODELS), ("samples", alone.replace("operations", "samples"))):
+        own.write_text(text)
+        (found,) = study.reproduce(rows=own, out=own.with_suffix(".svg"))["rows"]
+        ratios[name] = found["predicted"]
+    figure = read(own).rows[0].figures[0]
+    wide, narrow = load_job(figure.job), load_job(figure.than.job)
+    seconds = [device_seconds(each, "v100-sxm2-16gb") for each in (wide, narrow)]
+    assert ratios["samples"] == pytest.approx(seconds[1] / seconds[0])
+    assert ratios["alone"] == pytest.approx(ratios["samples"] * wide.flops_per_sample / narrow.flops_per_sample)
+    assert ratios["split"] < ratios["alone"]
+
+
+def test_a_known_rate_of_another_job_needs_a_device(own: Path) -> None:
+    own.write_text(TWO_MODELS.replace(", gpu: v100-sxm2-16gb", ""))
+    source = read(own)
+    with raising(UsageError, "names no gpu"):
+        predict(source, source.rows[0], source.rows[0].figures[0])
 
 
 def test_a_setting_that_cannot_be_timed_is_listed_with_the_reason(own: Path) -> None:

@@ -3,11 +3,12 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
 
 import dure
 from dure.job.job import load_job
 from dure.job.replica import Replica
-from dure.partition.backward import DeviceSpeed, by_operations, even, stated
+from dure.partition.backward import DeviceSpeed, Roofline, by_operations, even, stated
 from dure.partition.blocks import blocks_of
 
 
@@ -73,3 +74,21 @@ def test_a_forward_that_is_computed_again_lengthens_stated_and_even_backwards():
     shape = stated(job.adjusted(block_seconds=[(1.0, 3.0)] * blocks), replica)
     assert shape is not None
     assert shape.backward == pytest.approx(4 / 5)
+
+
+def test_a_view_moves_nothing():
+    """A dense layer of three dimensions is a product of matrices between two views."""
+    inputs, layer = torch.empty(2, 3, 8, device="meta"), nn.Linear(8, 4, bias=False, device="meta")
+    with torch.no_grad(), Roofline(DeviceSpeed(100.0, start=7.0)) as found:
+        layer(inputs)
+    assert found.operations == 100 * 4 * (6 * 8 + 8 * 4 + 6 * 4) + 7
+
+
+@pytest.mark.parametrize(
+    ("intensity", "operations"), [(1.0, 2 * 2 * 8 * 64**2 * 16), (1000.0, 1000 * 2 * 4 * 8 * 64 * 16)]
+)
+def test_attention_is_one_operation_that_moves_its_inputs_and_outputs(intensity, operations):
+    heads = torch.empty(2, 4, 64, 16, dtype=torch.float16, device="meta")
+    with torch.no_grad(), Roofline(DeviceSpeed(intensity, start=7.0)) as found:
+        scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+    assert found.operations == operations + 7

@@ -21,7 +21,7 @@ from dure.errors import UsageError
 from dure.job.job import load_job
 from dure.planner.candidates import Scene
 from dure.planner.timing import timed
-from dure.run.step_shape import referred
+from dure.run.step_shape import device_seconds, referred
 from dure.runtime.virtual.cluster import Cluster
 
 if TYPE_CHECKING:
@@ -76,13 +76,23 @@ def _extremes(facts: Mapping[str, OpenFact], ratio: Any, assumed: float) -> tupl
 
 def _ratio(source: Source, row: PublishedRow, figure: Figure, values: Values) -> float:
     than, described = figure.compared(row), _described(source, row)
-    rate = _rate(described, figure.one, figure.job, figure.strategy, row.set | figure.set | values)
     if than is None:
         assert figure.one is not None  # else the row is refused
-        return rate / figure.one
+        return _rate(described, figure.one, figure.job, figure.strategy, row.set | figure.set | values) / figure.one
     other = than.job or figure.job, than.strategy or figure.strategy
-    ratio = rate / _rate(described, figure.one, *other, row.set | than.set | _shared(values, figure))
+    one = figure.one if than.one is None else _in_proportion(figure.job, other[0], than.one, described)
+    rate = _rate(described, one, figure.job, figure.strategy, row.set | figure.set | values)
+    ratio = rate / _rate(described, than.one or figure.one, *other, row.set | than.set | _shared(values, figure))
     return ratio * _operations(figure.job) / _operations(other[0]) if row.counted == "operations" else ratio
+
+
+def _in_proportion(job: str, known: str, one: float, described: Mapping[str, Any]) -> float:
+    """The rate of `job` on one worker, whose rate of a `known` job is `one`, in proportion to those of its device."""
+    name = Cluster(**described).machines[0].gpu
+    if name is None:
+        raise UsageError("`than` has a rate `one` of another job, and the cluster names no gpu: name it.")
+    rate, other = (_job(text).batch_size / device_seconds(_job(text), name) for text in (job, known))
+    return one * rate / other
 
 
 def _operations(job: str) -> float:

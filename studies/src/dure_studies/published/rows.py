@@ -55,9 +55,13 @@ class OpenFact(Validated):
 
 
 class ComparedSetting(Validated):
-    """A job, a strategy, and values of the cluster, in place of those of a figure."""
+    """A job, a strategy, and values of the cluster, in place of those of a figure.
+
+    `one` is the rate of this job; that of the figure's follows from the device that the cluster names.
+    """
 
     job: str | None = None
+    one: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     strategy: str | None = None
     set: dict[str, Any] = Field(default_factory=dict)
 
