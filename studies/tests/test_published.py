@@ -135,6 +135,66 @@ def test_rows_of_a_users_own_file_have_predictions_and_intervals(own: Path) -> N
     assert study.table(result) is not None
 
 
+def test_an_open_fact_may_be_of_the_strategy_and_a_figure_of_another_class(own: Path) -> None:
+    """Micro-batches of four samples move AlexNet's dense weights too often. A figure of class B counts as one."""
+    figure = (
+        '{name: pipeline, class: B, job: "alexnet:batch=16", one: 500, set: {machines.count: 1}, measured: 0.6, '
+        'strategy: "bsp gpipe:stages=2,micro=2", open: {micro: {at: strategy.micro, values: [8]}}}'
+    )
+    own.write_text(OWN[: OWN.index("  - {name: two hosts")] + f"  - {figure}\n")
+    result = study.reproduce(rows=own, out=own.with_suffix(".svg"))
+    (row,) = result["rows"]
+    assert (row["class"], row["decides"]) == ("B", "micro")
+    assert row["high"] == row["predicted"] > 1.1 * row["low"]
+    assert [each["of"] for each in result["scores"]] == ["class B"]
+
+
+TWO_MODELS = """
+source: our laboratory
+cluster:
+  machines: [{count: 1, gpus: 2, gpu: v100-sxm2-16gb}]
+  engine: {spread: 0}
+rows:
+- id: X2
+  what: a wide and a narrow model
+  class: A
+  counted: operations
+  figures:
+  - name: two GPUs, than one
+    job: "transformer:layers=2,hidden=512,heads=8,vocab=1000,sequence=128,batch=8"
+    strategy: bsp tensor:ways=2
+    than:
+      job: "transformer:layers=2,hidden=256,heads=4,vocab=1000,sequence=128,batch=8"
+      one: 400
+      strategy: bsp
+      set: {machines.gpus: 1}
+    measured: 0.6
+"""
+
+
+def test_two_models_are_compared_by_operations_and_the_known_rate_calibrates_both(own: Path) -> None:
+    """One GPU alone: the rate of the wide model follows from that of the narrow one and their seconds on the device."""
+    alone = TWO_MODELS.replace("strategy: bsp tensor:ways=2\n", "set: {machines.gpus: 1}\n")
+    ratios = {}
+    for name, text in (("alone", alone), ("split", TWO_MODELS), ("samples", alone.replace("operations", "samples"))):
+        own.write_text(text)
+        (found,) = study.reproduce(rows=own, out=own.with_suffix(".svg"))["rows"]
+        ratios[name] = found["predicted"]
+    figure = read(own).rows[0].figures[0]
+    wide, narrow = load_job(figure.job), load_job(figure.than.job)
+    seconds = [device_seconds(each, "v100-sxm2-16gb") for each in (wide, narrow)]
+    assert ratios["samples"] == pytest.approx(seconds[1] / seconds[0])
+    assert ratios["alone"] == pytest.approx(ratios["samples"] * wide.flops_per_sample / narrow.flops_per_sample)
+    assert ratios["split"] < ratios["alone"]
+
+
+def test_a_known_rate_of_another_job_needs_a_device(own: Path) -> None:
+    own.write_text(TWO_MODELS.replace(", gpu: v100-sxm2-16gb", ""))
+    source = read(own)
+    with raising(UsageError, "names no gpu"):
+        predict(source, source.rows[0], source.rows[0].figures[0])
+
+
 def test_a_setting_that_cannot_be_timed_is_listed_with_the_reason(own: Path) -> None:
     own.write_text(OWN.replace('job: "alexnet:batch=64"', 'job: "alexnet:batch=64", strategy: "bsp gpipe:stages=3"'))
     first, *_ = study.reproduce(rows=own, out=own.with_suffix(".svg"))["rows"]

@@ -34,7 +34,7 @@ data = dure.Data(torch.randn(6, 4), torch.zeros(6, dtype=torch.int64))
 stages = lambda module: traced_blocks(module, torch.ones(2, 4))
 job = dure.Job(Net, torch.nn.functional.cross_entropy, data, stages=stages)
 layout = StageLayout(job, dure.GPipe(stages=2, cuts="profile"), Replica(job.build().to(device)))
-print(layout.bounds, layout.border(0, 3).tensors[0].shape, layout.activation_nbytes(1, 3))
+print(layout.bounds, layout.border(0, 3).tensors[0].shape, layout.activations(1, 3).nbytes)
 """
 
 

@@ -50,11 +50,11 @@ def test_models_of_shapes_share_nothing_and_keep_their_ties(held):
         assert one.function.__closure__[0].cell_contents is one
 
 
-@pytest.mark.parametrize(("key", "value"), [("accumulate", 2), ("precision", "bf16")])
+@pytest.mark.parametrize(("key", "value"), [("accumulate", 2), ("precision", "bf16"), ("recompute", True)])
 def test_what_plans_alone_know_is_refused_where_values_are_trained(key, value):
     job = load_job("digits-mlp", **{key: value})
     assert InitialModel(job, 0, timing_only=True).params.numel() > 0
-    with raising(UsageError, "Job.accumulate and Job.precision are for plans"):
+    with raising(UsageError, "remat=true"):
         _ = InitialModel(job, 0).replica
 
 

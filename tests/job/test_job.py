@@ -126,6 +126,7 @@ def test_flops_are_those_of_the_matrix_products_and_counting_leaves_randomness_a
     forward = 2 * (64 * 32 + 32 * 10)
     assert flops == forward + forward + 2 * 32 * 10
     assert load_job("quadratic", dim=50).flops_per_sample == 300
+    assert load_job("quadratic", dim=50, recompute=True).flops_per_sample == 400
 
 
 def test_build_depends_on_its_seed_alone() -> None:
@@ -268,6 +269,8 @@ def test_a_job_refuses_what_would_fail_later() -> None:
     loss = nn.functional.cross_entropy
     with raising(UsageError, "lambda"):
         Job(nn.Linear(2, 2), loss, data)
+    with raising(UsageError, "Job.recompute"):
+        Job(nn.Flatten, loss, data, recompute="yes")  # type: ignore[arg-type]
     with raising(UsageError, "Job.accuracy"):
         Job(lambda: nn.Linear(2, 2), loss, data, accuracy=0.5)
     with raising(UsageError, "stages=lam"):
@@ -348,6 +351,7 @@ def test_a_trial_batch_is_a_mini_batch_where_two_samples_are_refused() -> None:
 def test_operations_of_a_sample_are_equal_by_two_samples_and_by_a_mini_batch() -> None:
     assert triplets().flops_per_sample == replace(triplets(), loss=mse_loss).flops_per_sample
     assert triplets().flops_per_sample == 2 * (4 * 8 + 8 * 4) * 3 - 2 * 4 * 8  # no gradient of the inputs
+    assert replace(triplets(), recompute=True).flops_per_sample == 2 * (4 * 8 + 8 * 4) * 4 - 2 * 4 * 8
 
 
 def test_a_profile_takes_the_halves_of_a_mini_batch_that_the_job_takes() -> None:

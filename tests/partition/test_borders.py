@@ -171,8 +171,8 @@ def test_measuring_leaves_buffers_and_random_state():
 def test_a_stage_keeps_a_tensor_once():
     """Backward of dense layers with ReLU reads the inputs of each layer, which the ReLU before it reads too."""
     layout = layout_of(lambda: mlp(8, 16, 16, 4), "5")
-    assert layout.activation_nbytes(0, 3) == 4 * 3 * (8 + 16 + 16)
-    assert layout.activation_nbytes(1, 3) == 4 * 3 * 16
+    assert layout.activations(0, 3).nbytes == 4 * 3 * (8 + 16 + 16)
+    assert layout.activations(1, 3).nbytes == 4 * 3 * 16
 
 
 def test_cuts_by_profile_balance_the_operations_of_the_stages():
@@ -187,4 +187,4 @@ def test_a_model_without_values_is_measured_too():
     (tensor,) = layout.border(0, 2).tensors
     assert (tensor.dtype, tensor.gradient) == (torch.float32, True)
     images = 2 * 3 * 224 * 224 * 4
-    assert layout.activation_nbytes(0, 2) > 10 * images
+    assert layout.activations(0, 2).nbytes > 10 * images

@@ -100,6 +100,43 @@ def test_rematerialisation_keeps_inputs_and_one_computation():
     assert [use.activations for use in remat] == [6 * ROW, 15 * ROW, 15 * ROW]
 
 
+def test_a_job_that_recomputes_keeps_the_borders_of_blocks_and_one_block():
+    """Blocks of a layer and one that squares twice: each keeps its inputs, and the latter its outputs beside."""
+
+    class Powers(nn.Module):
+        def forward(self, inputs):
+            return inputs.square().square()
+
+    def model():
+        return nn.Sequential(*(each for _ in range(3) for each in (nn.Linear(WIDTH, WIDTH), Powers())))
+
+    job = dataclasses.replace(dense(), model=model)
+    again = dataclasses.replace(job, recompute=True)
+    found = []
+    for each in (job, again):
+        setup, _ = resolved(each, "bsp collective", workers=1, on="virtual", timing_only=True)
+        found.append(of_model(setup.job, setup.replica, BATCH, 0).activations)
+    assert found == [
+        9 * BATCH * ROW,
+        (5 + 1) * BATCH * ROW,
+    ]  # the inputs of the first block are those of the mini-batch
+    found = []
+    for each in (job, again):
+        partition = "gpipe:stages=3,micro=4"
+        setup, _ = resolved(each, f"bsp collective {partition}", workers=3, on="virtual", timing_only=True)
+        found.append([of_part(setup.stages.layout, rank, BATCH, 0).activations for rank in range(3)])
+        run = virtual(each, f"bsp collective {partition}", workers=3, steps=1, timing_only=True)
+        figures = [run.summary["pipeline"][f"worker {rank}"]["activation_bytes"] for rank in range(3)]
+        assert figures == found[-1]
+    assert found == [[3 * BATCH * ROW] * 3, [(BATCH + 3) * ROW, (2 * BATCH + 3) * ROW, (2 * BATCH + 3) * ROW]]
+
+
+def test_a_stage_and_its_blocks_are_not_computed_again_both():
+    with raising(UsageError, "remat=true"):
+        job = dataclasses.replace(dense(), recompute=True)
+        virtual(job, "bsp gpipe:stages=2,micro=2,remat=true", workers=2, steps=1, timing_only=True)
+
+
 def test_two_stages_fit_where_the_whole_model_does_not():
     """Momentum: 18 P of the whole model, 9 P of a half."""
     memory, options = 17 * P, {"optimizer": "momentum", "steps": 1}

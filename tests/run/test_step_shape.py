@@ -14,7 +14,7 @@ from dure.errors import ClusterError, UsageError
 from dure.job.data.dataset import Data
 from dure.job.job import Job, load_job
 from dure.run.step_shape import device_seconds, referred
-from dure.runtime.virtual.accelerators import InsideLink
+from dure.runtime.virtual.accelerators import AcceleratorEngine, InsideLink
 from dure.runtime.virtual.cluster import Cluster, Machines
 from dure.runtime.virtual.compute import Constant
 
@@ -116,3 +116,60 @@ def test_wrong_words_of_a_line_are_refused(text: str, words: str) -> None:
 def test_steps_of_several_mini_batches_are_for_whole_models(partition: str) -> None:
     with raising(UsageError, "accumulate=2 is for workers with the whole model"):
         virtual(dense(accumulate=2), f"bsp {partition}", workers=2, steps=1, timing_only=True)
+
+
+@pytest.mark.parametrize(("micro", "own"), [(1, ROWS), (256, ROWS), (256, 64)])
+def test_micro_batches_of_a_pipeline_take_the_starts_and_moves_of_their_size(micro: int, own: int) -> None:
+    """Eight samples move the weights of a layer in more time than their products take; their messages are short."""
+    v100, job = device("v100-sxm2-16gb"), dense().adjusted(own_batch_size=own)
+    cluster = Cluster(machines=(Machines(gpus=2, gpu=v100.name, inside=InsideLink(bandwidth="1e15")),))
+    strategy = f"bsp gpipe:stages=2,micro={micro}"
+    run = virtual(job, strategy, cluster.changed(engine=AcceleratorEngine(spread=0.0)), steps=1, timing_only=True)
+    rows = ROWS // micro
+    products = 2 * rows * WIDTH**2 / (PRODUCTS["fp32"] * v100.flops["fp32"])
+    moves = 4 * (WIDTH**2 + 2 * rows * WIDTH) / (MOVED * v100.bandwidth)
+    layer = KERNEL + max(products, moves)
+    update = 5 * WIDTH**2 * 4 / (MOVED * v100.bandwidth)
+    # forward of the first stage, then forwards and two gradients of the second; the first stage's last gradient
+    expected = layer + 3 * micro * layer + update + layer + update / micro
+    assert run.summary["seconds"] == pytest.approx(expected, rel=4e-3)
+    assert (moves > products) == (micro > 1)
+
+
+def shared_pair() -> Job:
+    """Two dense layers that workers share, and a norm that each of them has whole."""
+
+    def model() -> nn.Module:
+        with torch.device("meta"):
+            first, second = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+            return nn.Sequential(first, nn.ReLU(), second, nn.LayerNorm(WIDTH, elementwise_affine=False))
+
+    data = Data(torch.empty(10_000, WIDTH, device="meta"), torch.empty(10_000, WIDTH, device="meta"))
+    return Job(model, nn.functional.mse_loss, data, batch_size=ROWS)
+
+
+def forwards(rows: int, ways: int) -> list[float]:
+    """Seconds of the forward of each layer of `shared_pair` at one of the workers that share them."""
+    v100 = device("v100-sxm2-16gb")
+    values, weights = rows * WIDTH, WIDTH**2
+
+    def operation(flops: float, moved: float) -> float:
+        return max(flops / (PRODUCTS["fp32"] * v100.flops["fp32"]), 4 * moved / (MOVED * v100.bandwidth)) + KERNEL
+
+    dense = operation(2 * rows * weights / ways, values + (weights + values) / ways)
+    return [dense, operation(0, 2 * values / ways), dense, operation(0, 2 * values + 2 * rows)]
+
+
+@pytest.mark.parametrize("rows", [32, ROWS, 2 * ROWS])
+@pytest.mark.parametrize("ways", [2, 4])
+def test_a_part_takes_its_share_of_products_the_whole_norm_and_all_starts(rows: int, ways: int) -> None:
+    """The seconds of a step of the job's own batch on one device are the measure: starts do not grow with the batch."""
+    inside = InsideLink(bandwidth="1000000 GB/s", latency=0.0)
+    kind = Machines(gpus=ways, gpu="v100-sxm2-16gb", inside=inside, memory="1 TB")
+    cluster = Cluster(machines=(kind,), engine=AcceleratorEngine(start=0.0, spread=0.0))
+    run = virtual(shared_pair(), f"bsp tensor:ways={ways}", cluster, steps=2, batch_size=rows, timing_only=True)
+    whole = forwards(ROWS, 1)
+    backward = (2 * sum(whole) - whole[0]) / sum(whole)  # the first layer needs no gradient of its inputs
+    update = 5 * 2 * WIDTH**2 * 4 / ways / (MOVED * device("v100-sxm2-16gb").bandwidth)
+    expected = sum(forwards(rows, ways)) * (1 + backward) + update
+    assert run.summary["seconds"] / 2 == pytest.approx(expected, rel=1e-3)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode, conv_flop_count
@@ -13,12 +13,18 @@ class FlopCounter(FlopCounterMode):
     """Context that counts the operations of matrix products and convolutions: `get_total_flops()`.
 
     PyTorch's tracker of modules puts hooks on tensors. With them, a forward cannot call `torch.autograd.grad` or
-    `torch.func`, so this counter has no counts by module.
+    `torch.func`, so this counter has no counts by module. Entered again, it counts on.
     """
 
     def __init__(self) -> None:
         super().__init__(display=False, custom_mapping={torch.ops.aten.convolution_backward: convolution_backward})
         self.mod_tracker: Any = _NoTracker()
+
+    def __enter__(self) -> Self:
+        before = self.flop_counts.copy()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        self.flop_counts.update(before)
+        return self
 
 
 def convolution_backward(

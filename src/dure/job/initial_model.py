@@ -33,7 +33,10 @@ WITHOUT_VALUES = (
     "--timing-only (timing_only=True)."
 )
 
-PLANNED = "Job.accumulate and Job.precision are for plans and timing-only runs (--timing-only): leave them out here."
+PLANNED = (
+    "Job.accumulate, Job.precision and Job.recompute are for plans and timing-only runs (--timing-only): leave them "
+    "out here. A pipeline with remat=true, as in gpipe:stages=2,remat=true, computes forwards again in real runs, too."
+)
 
 
 class InitialModel:
@@ -60,7 +63,7 @@ class InitialModel:
             module = self._job.build(self._seed)
             if not self._timing_only and any(each.is_meta for each in module.parameters()):
                 raise UsageError(WITHOUT_VALUES)
-            if not self._timing_only and (self._job.accumulate > 1 or self._job.precision):
+            if not self._timing_only and (self._job.accumulate > 1 or self._job.precision or self._job.recompute):
                 raise UsageError(PLANNED)
             return Replica(module if self._timing_only else module.to(self._device))  # it may be on the meta device
         except (ReplicaError, UsageError) as error:

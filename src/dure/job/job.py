@@ -82,7 +82,9 @@ class Job:
 
     `accumulate` mini-batches are one step in planning and in timing-only runs: a worker sums their gradients before it
     reduces them. Together they have `batch_size` samples. `precision` is that of matrix products there, a key of
-    `PRECISIONS`; if empty, that of the parameters. Real runs take one mini-batch, and the parameters' precision.
+    `PRECISIONS`; if empty, that of the parameters. With `recompute`, backward computes the forward of each block again
+    there, and only the borders of blocks are kept for it. Real runs take one mini-batch, the parameters' precision, and
+    keep what autograd keeps.
 
     `own_batch_size` is the `batch_size` with which the job was made, whatever replaces it later. The `seconds` of a
     step in a cluster file are those of such a mini-batch.
@@ -110,6 +112,7 @@ class Job:
     block_seconds: Sequence[tuple[float, float]] | None = None
     accumulate: int = 1
     precision: str = ""
+    recompute: bool = False
     own_batch_size: int = field(default=0, repr=False)
 
     def __post_init__(self) -> None:
@@ -134,6 +137,8 @@ class Job:
         _check_counts(self.batch_size, self.steps, self.accumulate)
         if self.precision and self.precision not in PRECISIONS:
             raise UsageError(f"Job.precision must be one of {names(PRECISIONS)}, got {self.precision!r}.")
+        if not isinstance(self.recompute, bool):
+            raise UsageError(f"Job.recompute must be True or False, got {self.recompute!r:.80}.")
         self.own_batch_size = self.own_batch_size or self.batch_size
         if self.groups is not None and not callable(self.groups):
             raise UsageError(
@@ -183,9 +188,9 @@ class Job:
         """Floating-point operations of one sample's forward and backward pass, counted by PyTorch's counter.
 
         The counter includes matrix products and convolutions only. A model without them is charged six operations per
-        parameter, the cost of a dense layer.
+        parameter, the cost of a dense layer. With `recompute`, the forward counts twice.
         """
-        of = (self.model, self.loss, self.train)
+        of = (self.model, self.loss, self.train, self.recompute)
         counted: tuple[tuple[object, ...], float] | None = self.__dict__.get(COUNTED)
         if counted is None or any(one is not other for one, other in zip(counted[0], of, strict=True)):
             counted = self.__dict__[COUNTED] = of, _count_flops(self)
@@ -388,10 +393,12 @@ def _count_rows(job: Job, rows: int) -> float:
     explained = user_code.explain_user_errors("counting its model's operations raised")
     with explained, torch.random.fork_rng(devices=[]), counter:
         loss = job.loss(called(module, inputs), targets)
+        ahead = counter.get_total_flops()
         check_graph(loss)
         loss.backward()  # type: ignore[no-untyped-call]
-    counted = counter.get_total_flops() / rows
-    return counted or 6.0 * sum(each.numel() for each in module.parameters() if each.requires_grad)
+    again = ahead if job.recompute else 0
+    charged = (2.0 * job.recompute + 6.0) * sum(each.numel() for each in module.parameters() if each.requires_grad)
+    return (counter.get_total_flops() + again) / rows or charged
 
 
 def trial_rows(job: Job, module: nn.Module) -> int:

@@ -49,6 +49,9 @@ SHAPES: Mapping[str, str] = {
     "bert-base": "dure.job.shapes.transformers:bert_base",
     "bert-large": "dure.job.shapes.transformers:bert_large",
     "albert-base": "dure.job.shapes.transformers:albert_base",
+    "amoebanet-d": "dure.job.shapes.amoebanet:amoebanet_d",
+    "gnmt8": "dure.job.shapes.recurrent:gnmt8",
+    "gnmt16": "dure.job.shapes.recurrent:gnmt16",
     "transformer": "dure.job.shapes.transformers:transformer",
 }
 """Published models without values."""

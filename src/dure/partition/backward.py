@@ -9,7 +9,7 @@ A block of an accelerator takes, in each of its operations, the longer of comput
 
     forward    sum over operations of max(FLOP, bytes * intensity), and the start of each
     backward   twice that; once of the first block that is trained, as its inputs need no gradient, and of frozen blocks
-               behind it; none of blocks before it
+               behind it; none of blocks before it; and once more where the job computes forwards again (`recompute`)
     update     five values for each parameter, moved once (momentum)
 
 Within a block, gradients are completed from the last parameter to the first, equally many in each second. A parameter
@@ -18,11 +18,13 @@ that several blocks hold is complete with the first of them. Only shares count: 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -39,12 +41,16 @@ if TYPE_CHECKING:
 UPDATED = 5
 """Values that an update moves for each parameter: of the gradient, and of weight and momentum, read and written."""
 
+UNSAFE_VIEW = torch.ops.aten._unsafe_view
+"""A view of a tensor that nothing else reads, which PyTorch does not mark as one."""
+
 Passes = Sequence[tuple[float, float]]
 """Forward and backward of each block, in shares of any unit."""
 
 
 def even(job: Job, replica: Replica, backward: float) -> StepShape:
     """A step of which `backward` is a share, which completes equally many parameters in each second."""
+    backward = 1 / (2 - backward) if job.recompute else backward  # 1 - backward more, as forward is computed again
     numel = replica.numel
     numbered = reversed([*enumerate(replica.layers)])
     tensors = tuple(GradientTensor(index, each.numel, 1 - each.start / numel) for index, each in numbered)
@@ -100,19 +106,21 @@ def costs_of(job: Job, module: nn.Module, batch: int, speed: DeviceSpeed) -> Blo
         return None
     if len(costs) != len(blocks):
         return None
-    passes = [(each, times * each) for each, times in zip(costs, _backward_times(blocks), strict=True)]
+    times = _backward_times(blocks, recompute=job.recompute)
+    passes = [(each, count * each) for each, count in zip(costs, times, strict=True)]
     if not sum(back for _, back in passes):
         return None
     trained = sum(each.nbytes for each in module.parameters() if each.requires_grad)
     return BlockCosts(passes, UPDATED * trained * speed.intensity, job.accumulate)
 
 
-def _backward_times(blocks: Sequence[nn.Module]) -> list[int]:
-    """Backward of each block, in times its forward: for the gradient of its parameters, and for that of its inputs."""
+def _backward_times(blocks: Sequence[nn.Module], *, recompute: bool) -> list[int]:
+    """Backward of each block, in times its forward: for gradients of parameters and of inputs, and to recompute."""
     found, behind = [], False
     for block in blocks:
         trained = [each.requires_grad for each in block.parameters()]
-        found.append((1 if behind else 0) + (1 if any(trained) or (behind and not trained) else 0))
+        gradients = (1 if behind else 0) + (1 if any(trained) or (behind and not trained) else 0)
+        found.append(gradients + (1 if recompute and gradients else 0))
         behind = behind or any(trained)
     return found
 
@@ -156,19 +164,58 @@ def _costs(job: Job, batch: int, speed: DeviceSpeed) -> list[float]:
 
 
 class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Context that sums max(FLOP, bytes * intensity) and a start over operations; views move nothing."""
+    """Context that sums max(FLOP, bytes * intensity) and a start over operations; views move nothing.
+
+    Attention is one operation of its products, which moves its inputs and outputs, as the kernels of accelerators do.
+    """
 
     def __init__(self, speed: DeviceSpeed) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.operations = 0.0
+        self._flops = 0.0
         self._speed = speed
+        self._attention = _Attention(self)
+
+    def __enter__(self) -> Self:
+        self._attention.__enter__()  # type: ignore[no-untyped-call]
+        return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._attention.__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if not func.is_view:
-            moved = sum(each.nbytes for each in tree_leaves((args, kwargs, out)) if isinstance(each, Tensor))
+        if not func.is_view and func.overloadpacket is not UNSAFE_VIEW:
             counted = flop_registry.get(func.overloadpacket)
-            flops = counted(*args, **kwargs, out_val=out) if counted else 0.0
-            self.operations += max(float(flops), moved * self._speed.intensity) + self._speed.start
+            self._add(float(counted(*args, **kwargs, out_val=out)) if counted else 0.0, (args, kwargs, out))
         return out
+
+    def _add(self, flops: float, tensors: Any) -> None:
+        """Count an operation, with all tensors that it moves."""
+        moved = sum(each.nbytes for each in tree_leaves(tensors) if isinstance(each, Tensor))
+        self._flops += flops
+        self.operations += max(flops, moved * self._speed.intensity) + self._speed.start
+
+    def attend(self, compute: Callable[[], Tensor], inputs: Any) -> Tensor:
+        """The result of `compute`, whose operations count as one."""
+        operations, flops = self.operations, self._flops
+        out = compute()
+        self.operations, flops, self._flops = operations, self._flops - flops, flops
+        self._add(flops, (inputs, out))
+        return out
+
+
+class _Attention(TorchFunctionMode):
+    """Context that gives attention to a roofline: on the meta device it is its steps, in single precision."""
+
+    def __init__(self, roofline: Roofline) -> None:
+        super().__init__()
+        self._roofline = roofline
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is scaled_dot_product_attention:
+            return self._roofline.attend(lambda: func(*args, **kwargs), (args, kwargs))
+        return func(*args, **kwargs)

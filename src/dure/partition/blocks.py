@@ -53,14 +53,17 @@ def is_one_block(job: Job, module: nn.Module) -> bool:
 
 
 def stated_seconds(job: Job, count: int) -> Sequence[tuple[float, float]]:
-    """The seconds that `job` states for its `count` blocks. Raises `UsageError` for another number of them."""
+    """The seconds that `job` states for its `count` blocks; a backward that recomputes has those of forward, too.
+
+    Raises `UsageError` for another number of blocks.
+    """
     assert job.block_seconds is not None
     if count != len(job.block_seconds):
         raise UsageError(
             f"{job.name or 'the job'} states the seconds of {len(job.block_seconds)} blocks in block_seconds, and its "
             f"model has {count} blocks. State forward and backward of each block of the model."
         )
-    return job.block_seconds
+    return [(ahead, back + ahead * job.recompute) for ahead, back in job.block_seconds]
 
 
 def call_of(job: Job, *, whole: bool = False) -> Callable[[nn.Module, Any], Any]:

@@ -7,7 +7,7 @@ Behind a layer that is split by outputs each worker has a part of the tensors, u
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -105,6 +105,26 @@ class BlockCost:
     kept: Mapping[int, int]
 
 
+class Activations(NamedTuple):
+    """Bytes of the memory that autograd keeps for the backward of some blocks: of all of them, and of each alone."""
+
+    nbytes: int
+    blocks: Sequence[int]
+
+    @classmethod
+    def of(cls, kept: Sequence[Mapping[int, int]]) -> Activations:
+        """Those of blocks that keep these memories, by their numbers."""
+        together = {place: nbytes for block in kept for place, nbytes in block.items()}
+        return cls(sum(together.values()), [sum(block.values()) for block in kept])
+
+
+class KeptMemory(NamedTuple):
+    """Bytes that are kept from a forward to its backward, and those beside them that the backward computes again."""
+
+    between: int
+    again: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class MeasuredPass:
     """The borders of a model's blocks and the costs of the blocks, of one forward. `names` are those of the blocks.
@@ -124,6 +144,15 @@ class MeasuredPass:
         if isinstance(found, str):
             raise UsageError(found)
         return found
+
+    def activations(self, blocks: Iterable[int]) -> Activations:
+        """What the backward of `blocks` keeps."""
+        return Activations.of([self.costs[number].kept for number in blocks])
+
+    def recomputed(self, blocks: range, own: Activations) -> KeptMemory:
+        """What is kept where backward computes each of `blocks` again from its inputs; `own` if it does not."""
+        borders = [self.border(number).nbytes if number else 0 for number in blocks]
+        return KeptMemory(sum(borders), max(max(0, n - border) for n, border in zip(own.blocks, borders, strict=True)))
 
     def check(self, bounds: Sequence[int]) -> None:
         """Raise `UsageError` if a block changes the inputs of its stage in place. Stages lie between `bounds`."""

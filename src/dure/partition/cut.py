@@ -55,11 +55,13 @@ from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import nn
 
 from dure.core.spec_text import nearest
 from dure.errors import StrategyError, UsageError
+from dure.partition.backward import DeviceSpeed
 from dure.partition.blocks import block_name
 from dure.partition.profile import BlockTimes, Profile
 
@@ -282,13 +284,14 @@ class Speeds(NamedTuple):
     """Seconds of a mini-batch of the whole model at one worker, and bytes per second of the links between stages.
 
     `call` is the share of the seconds that does not depend on the number of samples. `times` are those of the model's
-    blocks, if they have been measured.
+    blocks, if they have been measured. `device` gives the speed of accelerators for parameters of a dtype.
     """
 
     seconds: float = 1.0
     bandwidth: float = math.inf
     call: float = 0.0
     times: BlockTimes | None = None
+    device: Callable[[torch.dtype], DeviceSpeed] | None = None
 
 
 ANY = Speeds()

@@ -10,6 +10,7 @@ import torch
 
 from dure.errors import UsageError
 from dure.job.job import refusal, trial_rows
+from dure.partition.backward import costs_of
 from dure.partition.blocks import (
     blocks_of,
     call_of,
@@ -22,7 +23,7 @@ from dure.partition.blocks import (
     tied,
     tied_stages,
 )
-from dure.partition.borders import Border, MeasuredPass, measure, whole_borders
+from dure.partition.borders import Activations, Border, KeptMemory, MeasuredPass, measure, whole_borders
 from dure.partition.cut import ANY, Speeds, cut_of
 from dure.partition.profile import PassShare, counted, share
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
     from dure.job.job import Job
     from dure.job.replica import Replica
+    from dure.partition.backward import BlockCosts, DeviceSpeed
     from dure.partition.pipeline import Pipeline
     from dure.partition.profile import Profile
     from dure.partition.shared_layers import SharedLayers
@@ -95,16 +97,18 @@ class StageLayout:
         self.bounds = (0, *cuts, len(self.blocks))
         self._speeds = speeds
         self._measured: dict[int, MeasuredPass] = {}
+        self._activations: dict[tuple[int, int], Activations] = {}
+        self._pass_shares: dict[tuple[int, int, int], tuple[PassShare, PassShare]] = {}
         if not pipeline.flushes:
             refuse_ties("a pipeline without a flush", self.tied)
 
     def blocks_of(self, module: nn.Module) -> list[nn.Module]:
-        """The blocks of a model of the job. One stage needs none: the whole model is its block."""
+        """The blocks of a model of the job. One stage needs none, unless the job recomputes: the model is its block."""
         return [module] if self._is_one_block(module) else blocks_of(self.job, module)
 
     def _is_one_block(self, module: nn.Module) -> bool:
         alone = self.pipeline.stages * self.pipeline.chunks == 1
-        return alone and (self.shared is not None or is_one_block(self.job, module))
+        return alone and ((self.shared is not None and not self.job.recompute) or is_one_block(self.job, module))
 
     def _whole_borders(self) -> list[int] | None:
         """The numbers of the blocks before which the model may be cut; None for all."""
@@ -243,12 +247,23 @@ class StageLayout:
         """The border behind a stage, for a micro-batch of `rows` samples."""
         return self.measured(rows).border(self.bounds[stage + 1])
 
-    def activation_nbytes(self, stage: int, rows: int) -> int:
-        """The bytes that the backward of a stage keeps for a micro-batch of `rows` samples."""
-        costs = self.measured(rows).costs
-        return sum(
-            {place: nbytes for number in self.blocks_in(stage) for place, nbytes in costs[number].kept.items()}.values()
-        )
+    def activations(self, stage: int, rows: int) -> Activations:
+        """What autograd keeps for the backward of a stage, for a micro-batch of `rows` samples."""
+        if (stage, rows) not in self._activations:
+            self._activations[stage, rows] = self.measured(rows).activations(self.blocks_in(stage))
+        return self._activations[stage, rows]
+
+    def kept(self, stage: int, rows: int, own: Activations) -> KeptMemory:
+        """The memory of a micro-batch at a worker with a stage, or a part of it, which has `own` activations.
+
+        A pipeline that re-materialises keeps the inputs of a stage, and a job that recomputes those of each block.
+        """
+        if self.pipeline.remat:
+            inputs = self.border(stage - 1, rows).nbytes if stage else 0
+            return KeptMemory(inputs, max(0, own.nbytes - inputs))
+        if self.job.recompute:
+            return self.measured(rows).recomputed(self.blocks_in(stage), own)
+        return KeptMemory(own.nbytes)
 
     @cached_property
     def shares(self) -> list[float]:
@@ -256,10 +271,25 @@ class StageLayout:
         return [total / sum(self._totals) for total in self._totals]
 
     def pass_shares(self, stage: int, rows: int, batch: int) -> tuple[PassShare, PassShare]:
-        """The shares of a micro-batch of `rows` samples at a stage in the forward and the backward of a mini-batch."""
+        """The shares of a micro-batch of `rows` samples at a stage in the forward and the backward of a mini-batch.
+
+        On accelerators they are those of the operations of a pass of so many samples: starts of kernels and moves of
+        weights do not get shorter with it.
+        """
+        key = stage, rows, batch
+        if key not in self._pass_shares:
+            self._pass_shares[key] = self._shares_of(*key)
+        return self._pass_shares[key]
+
+    def _shares_of(self, stage: int, rows: int, batch: int) -> tuple[PassShare, PassShare]:
         times, blocks = self._speeds.times, self.blocks_in(stage)
         if times is not None and len(times.forward) == len(self.blocks) and self.job.block_seconds is None:
             return share(times.forward, blocks, rows, batch), share(times.backward, blocks, rows, batch)
+        costs = None if self.costs is None else self._costs_of(rows)
+        if costs is not None:
+            held = self._numel(stage) / sum(self._numel(each) for each in range(self.depth))
+            forward, backward = self._in_shares(*self._of_stage(costs, stage), held, rows, batch)
+            return PassShare(0.0, forward), PassShare(0.0, backward)
         call = self._speeds.call
         ahead, back = (
             PassShare(call * self._call_shares[stage], (1 - call) * (work[stage] * rows / batch))
@@ -286,9 +316,64 @@ class StageLayout:
         counts = [sum(1 for each in block.modules() if next(each.children(), None) is None) for block in self.blocks]
         return [sum(counts[number] for number in self.blocks_in(stage)) / sum(counts) for stage in range(self.depth)]
 
-    def fraction(self, part: int, chunk: int, cost: PassCost, rows: int) -> float:
-        """The part of a worker in the operations of a stage; where none are counted, in its parameters."""
+    @cached_property
+    def costs(self) -> BlockCosts | None:
+        """The costs of a step of the job's own mini-batch on the accelerators of this run; None on other machines.
+
+        None also where the model cannot be counted so (`costs_of`), and where the job states seconds.
+        """
+        return None if self.job.block_seconds is not None else self._costs_of(self.job.own_batch_size)
+
+    def _costs_of(self, samples: int) -> BlockCosts | None:
+        """The costs of a step of so many samples on the accelerators of this run."""
+        if self._speeds.device is None:
+            return None
+        speed = self._speeds.device(self.whole.params.dtype)
+        return self._known(("costs", speed, samples), lambda: costs_of(self.job, self.whole.module, samples, speed))
+
+    def _of_stage(self, costs: BlockCosts, stage: int) -> tuple[float, float]:
+        """The operations of a stage's forward and backward; where the whole model is one block, those of all."""
+        one = len(costs.passes) != len(self.blocks)
+        own = costs.passes if one else [costs.passes[number] for number in self.blocks_in(stage)]
+        return sum(ahead for ahead, _ in own), sum(back for _, back in own)
+
+    def _in_shares(self, ahead: float, back: float, held: float, rows: int, batch: int) -> tuple[float, float]:
+        """The operations of passes of `rows` samples, in shares of those of a mini-batch of `batch`.
+
+        The seconds of a mini-batch are in proportion to those of a step of the job's own, whose forward has the update.
+        A backward has the update of the part `held` of the parameters, as much of it as it has of the mini-batch.
+        """
+        assert self.costs is not None
+        update, steps = self.costs.update, batch / self.job.own_batch_size
+        whole_ahead, whole_back = (sum(each[way] for each in self.costs.passes) for way in range(2))
+        updated = update * held * rows / batch
+        return ahead / ((whole_ahead + update) * steps), (back + updated) / (whole_back * steps)
+
+    @property
+    def speed(self) -> DeviceSpeed | None:
+        """The speed of the accelerators whose operations are counted; None where FLOPs are."""
+        device = self._speeds.device
+        return None if device is None or self.costs is None else device(self.whole.params.dtype)
+
+    def factors(self, part: int, chunk: int, cost: PassCost, rows: int, batch: int) -> tuple[float, float]:
+        """The forward and the backward of a worker, over those of its stage without a split, for the same samples.
+
+        Where the operations of accelerators are counted, seconds are in proportion to those of the step that the
+        cluster's seconds are for. Backward takes as many times a forward as in the whole model, and has the update.
+        """
         stage = self.pipeline.stage_of(part // self.ways, chunk)
+        shares = self.pass_shares(stage, rows, batch)
+        if self.costs is None:
+            fraction = self._fraction(part, stage, cost, rows)
+            return shares[0].split(fraction), shares[1].split(fraction)
+        stage_ahead, stage_back = self._of_stage(self.costs, stage)
+        forward, held = sum(piece.flops for piece in cost.forward), self.held[part]
+        updated = held[-1].stop / self.whole.numel if held else 0.0
+        ahead, back = self._in_shares(forward, forward * stage_back / stage_ahead, updated, rows, batch)
+        return ahead / shares[0].total, back / shares[1].total
+
+    def _fraction(self, part: int, stage: int, cost: PassCost, rows: int) -> float:
+        """The part of a worker in the FLOPs of a stage; where none are counted, in its parameters."""
         whole = sum(self.measured(rows).costs[number].flops for number in self.blocks_in(stage))
         if whole:
             return sum(piece.flops for piece in cost.forward) / whole

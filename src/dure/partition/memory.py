@@ -5,7 +5,7 @@
     gradient      | P
     optimizer     | P for each vector of the rule's state
     versions      | P for each older version of the weights that is kept at once
-    activations   | the most that autograd keeps at once for backwards to come
+    activations   | the most that autograd keeps at once for backwards to come, and what one of them computes again
     method        | P for each vector that the method keeps (`Traits.keeps`)
     codec         | P for each vector that its coders keep, and a share of it for the stripe that a worker combines
     topology      | P for each vector that the topology keeps at a worker, such as room for a pull
@@ -17,14 +17,13 @@ Temporary memory of computations and messages is not counted, so a process needs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from dure.core.vectors import equal_ranges
-from dure.job.data.dataset import called
-from dure.partition.blocks import first_samples
-from dure.partition.borders import measure
+from dure.partition.blocks import blocks_of, call_of, first_samples, is_one_block
+from dure.partition.borders import Activations, KeptMemory, measure
 from dure.partition.programmed import Programmed
 from dure.partition.schedule import Orders, schedule, weights_read
 
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
     from dure.job.job import Job
     from dure.job.replica import Replica
     from dure.partition.layout import StageLayout
-    from dure.partition.orders import Action
     from dure.partition.pipeline import Pipeline
 
 
@@ -68,10 +66,13 @@ def of_model(job: Job, whole: Replica, batch_size: int, vectors: int) -> MemoryU
     if key not in whole.figures:
         before = whole.buffers_flat()
         inputs, _ = first_samples(job, samples, whole.device)
-        (cost,) = measure([whole.module], called, inputs).costs
+        again = job.recompute and not is_one_block(job, whole.module)
+        blocks = blocks_of(job, whole.module) if again else [whole.module]
+        found, numbers = measure(blocks, call_of(job, whole=not again), inputs), range(len(blocks))
         if before.numel():
             whole.load_buffers(before)
-        whole.figures[key] = sum(cost.kept.values())
+        own = found.activations(numbers)
+        whole.figures[key] = sum(found.recomputed(numbers, own)) if job.recompute else own.nbytes
     nbytes = whole.params.nbytes
     return MemoryUse(nbytes, nbytes, vectors * nbytes, 0, whole.figures[key], frozen=frozen_nbytes([whole.module]))
 
@@ -82,12 +83,12 @@ def frozen_nbytes(modules: Iterable[nn.Module]) -> int:
     return sum(frozen.values())
 
 
-Kept = Callable[[int, int], int]
-"""The bytes that a worker keeps for the backward of a chunk, for a micro-batch of so many samples."""
+OfChunk = Callable[[int, int], Activations]
+"""What autograd keeps at a worker for the backward of a chunk, for a micro-batch of so many samples."""
 
 
 def of_part(
-    layout: StageLayout, part: int, batch_size: int, vectors: int, activations: Kept | None = None
+    layout: StageLayout, part: int, batch_size: int, vectors: int, activations: OfChunk | None = None
 ) -> MemoryUse:
     """The memory of worker `part` of a copy of a model, whose optimizer keeps so many `vectors`.
 
@@ -98,8 +99,8 @@ def of_part(
     versions = _versions(layout)[rank]
     optimizers = vectors * layout.pipeline.versions  # each version of the model has one of its own
 
-    def of_chunk(chunk: int, rows: int) -> int:
-        return layout.activation_nbytes(layout.pipeline.stage_of(rank, chunk), rows)
+    def of_chunk(chunk: int, rows: int) -> Activations:
+        return layout.activations(layout.pipeline.stage_of(rank, chunk), rows)
 
     most = _activations(layout, rank, batch_size, activations or of_chunk)
     blocks = [layout.blocks[number] for stage in layout.stages_of(rank) for number in layout.blocks_in(stage)]
@@ -131,33 +132,23 @@ def _most_versions(pipeline: Pipeline) -> list[int]:
     return [weights_read(pipeline, rank, work).most_versions for rank, work in enumerate(workers)]
 
 
-def _activations(layout: StageLayout, rank: int, batch_size: int, activations: Kept) -> int:
-    """The most bytes that a worker keeps at once between forwards and backwards."""
-    pipeline, activations = layout.pipeline, cache(activations)
-    rows = [stop - start for start, stop in equal_ranges(batch_size, pipeline.micro_batches)]
-    if isinstance(pipeline, Programmed) or pipeline.overwrites:  # activations are those of one forward
-        return sum(activations(chunk, rows[0]) for chunk in range(pipeline.chunks))
-    held = most = 0
-    for action, size, again in _kept(layout, rank, rows, activations):
-        held += size if action.kind == "F" else 0
-        most = max(most, held + again)
-        held -= size if action.kind in ("B", "W") else 0
-    return most
-
-
-def _kept(layout: StageLayout, rank: int, rows: Sequence[int], activations: Kept) -> Iterator[tuple[Action, int, int]]:
-    """For each action but updates, the bytes that its micro-batch keeps, and those of the action alone.
-
-    Re-materialisation keeps the inputs of a stage, and has the activations of one micro-batch at a time.
-    """
+def _activations(layout: StageLayout, rank: int, batch_size: int, activations: OfChunk) -> int:
+    """The most bytes that a worker keeps at once between forwards and backwards, and one of these computes again."""
     pipeline = layout.pipeline
+    rows = [stop - start for start, stop in equal_ranges(batch_size, pipeline.micro_batches)]
+
+    @cache
+    def kept(chunk: int, rows: int) -> KeptMemory:
+        return layout.kept(pipeline.stage_of(rank, chunk), rows, activations(chunk, rows))
+
+    if isinstance(pipeline, Programmed) or pipeline.overwrites:  # activations are those of one forward
+        return sum(sum(kept(chunk, rows[0])) for chunk in range(pipeline.chunks))
+    held = most = 0
     for action in pipeline.order(rank, steady(pipeline)):
         if action.kind == "U":
             continue
-        own = activations(action.chunk, rows[action.micro])
-        if not pipeline.remat:
-            yield action, own, 0
-        else:
-            stage = pipeline.stage_of(rank, action.chunk)
-            inputs = layout.border(stage - 1, rows[action.micro]).nbytes if stage else 0
-            yield action, inputs, 0 if action.kind == "F" else max(0, own - inputs)
+        own = kept(action.chunk, rows[action.micro])
+        held += own.between if action.kind == "F" else 0
+        most = max(most, held + (0 if action.kind == "F" else own.again))
+        held -= own.between if action.kind in ("B", "W") else 0
+    return most

@@ -116,6 +116,10 @@ class Pipeline:
         """Whether a forward overwrites the activations of the mini-batches before it that have not gone backward."""
         return False
 
+    def recomputes(self, micro: int) -> bool:
+        """Whether the backward of a micro-batch computes its forward again."""
+        return self.remat
+
     def stage_of(self, rank: int, chunk: int) -> int:
         """The stage of the model that is chunk number `chunk` of worker `rank` of the pipeline."""
         return looped(rank, chunk, self.stages)

@@ -40,9 +40,9 @@ from dure.partition.tensor.ways import CollectiveCall
 if TYPE_CHECKING:
     from dure.core.meter import Meter
     from dure.core.node import Group, Node
+    from dure.partition.borders import Activations
     from dure.partition.layout import Held, StageLayout
     from dure.partition.orders import Action
-    from dure.partition.profile import PassShare
     from dure.partition.stage_module import StageModule
     from dure.partition.tensor.ways import PassCost, Piece
 
@@ -277,8 +277,9 @@ END = PieceShare(0.0, 0.0, None)
 def piece_shares(cost: PassCost, forward: float, backward: float) -> list[PieceShare]:
     """The pieces of a forward, of a backward, or of both, that take these shares of the time of the model's.
 
+    >>> from dure.partition.borders import Activations
     >>> from dure.partition.tensor.ways import PassCost, Piece
-    >>> piece_shares(PassCost([Piece(10, None)], [Piece(30, None)], 0), 0.5, 0.25)
+    >>> piece_shares(PassCost([Piece(10, None)], [Piece(30, None)], Activations(0, [])), 0.5, 0.25)
     [PieceShare(forward=0.5, backward=0.25, call=None)]
     """
     ahead = [PieceShare(share * forward, 0.0, call) for share, call in _shares(cost.forward)] if forward else []
@@ -299,7 +300,7 @@ class SharedStage:
     """Computes the passes of the stages of worker `part` of a copy of the model, on `node`; `holders` are its workers.
 
     `costs` gives the cost of the passes of a chunk for so many samples, by the kind of backward, which virtual time
-    needs, and `kept` the bytes that a backward of it keeps. `module` is None in a timing-only run.
+    needs, and `kept` what autograd keeps for a backward of it. `module` is None in a timing-only run.
     """
 
     def __init__(
@@ -312,7 +313,7 @@ class SharedStage:
         part: int,
         holders: Sequence[str],
         costs: Callable[[int, int, str], PassCost] | None,
-        kept: Callable[[int, int], int],
+        kept: Callable[[int, int], Activations],
     ) -> None:
         self._layout = layout
         self._node = node
@@ -328,18 +329,15 @@ class SharedStage:
         self.kept = kept
         self.counts = StageCounts()
 
-    def pieces(
-        self, action: Action, rows: int, forward: float, backward: float, shares: tuple[PassShare, PassShare]
-    ) -> list[PieceShare]:
-        """The pieces of an action that takes these shares of the time of the model's at all ways together.
+    def pieces(self, action: Action, rows: int, batch: int, forward: float, backward: float) -> list[PieceShare]:
+        """The pieces of an action of `rows` samples of a mini-batch of `batch`.
 
-        `shares` are those of the whole stage's forward and backward. Each way makes all calls.
+        Without a split it would take the shares `forward` and `backward` of the time of the model's.
         """
         if self._costs is None:
             return []
         cost = self._costs(action.chunk, rows, action.kind if action.kind in ("I", "W") else "B")
-        fraction = self._layout.fraction(self._part, action.chunk, cost, rows)
-        ahead, back = (each.split(fraction) for each in shares)
+        ahead, back = self._layout.factors(self._part, action.chunk, cost, rows, batch)
         return piece_shares(cost, forward * ahead, backward * back)
 
     async def sum_over_ways(self, gradient: Tensor, parameters: Sequence[Held]) -> None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from dure.core.node import Node
     from dure.job.gradient import Requester
     from dure.job.optimizer import FlatOptimizer
-    from dure.partition.borders import Border
+    from dure.partition.borders import Border, KeptMemory
     from dure.partition.layout import StageLayout
     from dure.partition.messages import StageBatches
     from dure.partition.orders import Action
@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 
 HALF = 0.5
 """The share of a backward pass in the gradient of the inputs, and in that of the weights."""
+
+AGAIN = 1 / 3
+"""The share of a backward pass in the forward that a job computes again, with the gradient of the inputs."""
 
 
 Predict = Callable[[Sequence[Tensor]], Sequence[Tensor]]
@@ -230,7 +233,7 @@ class Stage:
         outputs = [] if passed is None else [each.detach().contiguous() for each in passed.outputs]
         self.messages.send_outputs(action, outputs)
         # only now: the outputs were needed for the message, and `_forward_again` makes them for the backward
-        if passed is not None and self.pipeline.remat:
+        if passed is not None and self.pipeline.recomputes(action.micro):
             passed.outputs = ()
 
     async def backward(
@@ -249,19 +252,23 @@ class Stage:
         the share `forward` of the time of the model's forward.
         """
         stage = self.pipeline.stage_of(self.rank, action.chunk)
-        gradients = await self.messages.gradients(action) if inputs and predict is None else ()
         key = action.batch, action.micro, action.chunk
         passed = self._passed[key]
+        again = self.pipeline.recomputes(action.micro) and inputs
+        if again:
+            await self._recompute(stage, action, passed)
+        gradients = await self.messages.gradients(action) if inputs and predict is None else ()
         # I (inputs alone) comes before W of the same micro-batch, which still needs the activations
         if weights:
             del self._passed[key]
             if not (self.pipeline.overwrites and self._passed):
-                self._held -= self._kept_nbytes(stage, action)
+                self._held -= self._kept(stage, action).between
         found: list[Tensor] = []
         if passed is not None:
             if inputs:
                 passed.gradients = gradients
-            self._place_weights(passed, self.pipeline.backward_reads(self, action.batch))
+            if not again:
+                self._place_weights(passed, self.pipeline.backward_reads(self, action.batch))
 
         def function() -> None:
             if passed is not None:
@@ -269,36 +276,39 @@ class Stage:
                     passed.gradients = predict([each.detach() for each in passed.outputs if each.requires_grad])
                 found.extend(self._backward(action, stage, passed, inputs=inputs, weights=weights))
 
-        # remat pays the forward a second time, in the action that needs the activations first
-        ahead, back = self._pass_shares(stage, action)
+        _, back = self._pass_shares(stage, action)
         part = back.total * (HALF * inputs + HALF * weights)
-        again = ahead.total if self.pipeline.remat and inputs else 0.0
-        await self.compute(action, function, forward=again + forward, backward=part, passed=passed)
+        if self.layout.job.recompute:
+            part = back.total * AGAIN * inputs + (1 - AGAIN) * part
+        await self.compute(action, function, forward=forward, backward=part, passed=passed)
         if inputs:
             self.messages.send_gradients(action, [each.contiguous() for each in found])
+
+    async def _recompute(self, stage: int, action: Action, passed: Passed | None) -> None:
+        """Compute a forward again, while its gradients travel, in the first action that reads the activations."""
+        if passed is not None:
+            self._place_weights(passed, self.pipeline.backward_reads(self, action.batch))
+
+        def function() -> None:
+            if passed is not None:
+                self._forward_again(action, stage, passed)
+
+        share, _ = self._pass_shares(stage, action)
+        await self.compute(action, function, forward=share.total, passed=passed)
 
     def _hold(self, stage: int, action: Action) -> None:
         """Count what is kept between forwards and backwards, that of this forward included."""
         counts, sets = self.counts, 1 if self.pipeline.overwrites else len(self._passed)
-        self._held += self._kept_nbytes(stage, action) if sets == len(self._passed) else 0
-        again = 0  # re-materialisation has the activations of one micro-batch at a time
-        if self.pipeline.remat:
-            again = max(0, self._activation_nbytes(stage, action) - self._kept_nbytes(stage, action))
+        self._held += self._kept(stage, action).between if sets == len(self._passed) else 0
         counts.most_sets = max(counts.most_sets, sets)
+        again = self._kept(stage, action).again  # what is computed again is that of one micro-batch at a time
         counts.most_activation_nbytes = max(counts.most_activation_nbytes, self._held + again)
 
-    def _kept_nbytes(self, stage: int, action: Action) -> int:
-        """The bytes that are kept for the backward of a micro-batch: activations, or the inputs of the stage alone."""
-        if not self.pipeline.remat:
-            return self._activation_nbytes(stage, action)
-        return self.layout.border(stage - 1, self.rows(action.micro)).nbytes if stage else 0
-
-    def _activation_nbytes(self, stage: int, action: Action) -> int:
-        """The bytes that autograd keeps at this worker for the backward of a micro-batch."""
-        rows = self.rows(action.micro)
-        return (
-            self.layout.activation_nbytes(stage, rows) if self.shared is None else self.shared.kept(action.chunk, rows)
-        )
+    def _kept(self, stage: int, action: Action) -> KeptMemory:
+        """The memory of a micro-batch at this worker."""
+        rows, shared = self.rows(action.micro), self.shared
+        own = self.layout.activations(stage, rows) if shared is None else shared.kept(action.chunk, rows)
+        return self.layout.kept(stage, rows, own)
 
     def update(self, batch: int) -> Gradient:
         """The gradient of a mini-batch: the sum of its micro-batches'."""
@@ -338,8 +348,8 @@ class Stage:
         time = self._times.setdefault(action.batch, StepTime(self.batches.flops, samples=self.batches.batch_size))
         detail = self._detail(action)
         if self.shared is not None:
-            shares = self._pass_shares(self.pipeline.stage_of(self.rank, action.chunk), action)
-            pieces = self.shared.pieces(action, self.rows(action.micro), forward, backward, shares)
+            rows, batch = self.rows(action.micro), self.batches.batch_size
+            pieces = self.shared.pieces(action, rows, batch, forward, backward)
             await self.shared.compute(function, time, pieces, detail, lambda: self._place(action, passed))
             return
         started = self.node.now()
@@ -382,14 +392,12 @@ class Stage:
         if self.module.has_buffers:
             self._use_buffers()
         draw, border = self._draw(stage, action), self._border_in(stage, action)
-        self.module.forward(action.chunk, passed, draw, border, graph=not self.pipeline.remat)
+        self.module.forward(action.chunk, passed, draw, border, graph=not self.pipeline.recomputes(action.micro))
         if self.module.has_buffers:
             self._buffers = self.module.buffers()
 
     def _backward(self, action: Action, stage: int, passed: Passed, *, inputs: bool, weights: bool) -> list[Tensor]:
         assert self.module is not None
-        if self.pipeline.remat and inputs:
-            self._forward_again(action, stage, passed)
         # W of the same micro-batch would count the loss twice
         if inputs and stage == self.layout.depth - 1:
             loss = passed.outputs[0].detach()

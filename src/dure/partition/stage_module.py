@@ -10,8 +10,8 @@ backward are the weights that it reads, and autograd does not check them: leaves
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from dure.errors import UsageError
 from dure.job.gradient_engine import Isolated
 from dure.job.replica import Replica
 from dure.partition.blocks import first_samples
-from dure.partition.borders import Kept
+from dure.partition.borders import Activations, Kept
 from dure.partition.tensor.ways import PassCost, Recording, Ways, refused
 
 if TYPE_CHECKING:
@@ -32,7 +32,9 @@ if TYPE_CHECKING:
     from dure.partition.layout import StageLayout
 
 
-NOTHING = nullcontext()
+def nothing_during(block: nn.Module) -> AbstractContextManager[Any]:
+    """A context without an effect."""
+    return nullcontext()
 
 
 @dataclass(slots=True)
@@ -130,12 +132,12 @@ class StageModule:
         border_in: Border | None,
         *,
         graph: bool = True,
-        during: AbstractContextManager[Any] = NOTHING,
+        during: Callable[[nn.Module], AbstractContextManager[Any]] = nothing_during,
     ) -> None:
         """Compute the outputs of a chunk from `passed.inputs`; of the last stage its loss, times its share.
 
         Random layers draw from the numbers in `draw`. Without a `graph` a backward is not possible. The context
-        `during` is open in the blocks, and not in the loss.
+        `during(block)` is open in each block, and not in the loss.
         """
         self.place(chunk, passed)
         value = passed.batch if border_in is None else border_in.value(passed.inputs)
@@ -143,8 +145,8 @@ class StageModule:
         with isolated, torch.set_grad_enabled(graph):
             if self.ways is not None:
                 self.ways.begin()
-            with during:
-                for block in self._blocks[chunk]:
+            for block in self._blocks[chunk]:
+                with during(block):
                     value = self._call(block, value)
             if self.ways is not None:
                 self.ways.end()
@@ -209,13 +211,13 @@ class StageModule:
         found: PassCost = self._figures[key]
         return found
 
-    def kept(self, chunk: int, rows: int) -> int:
-        """The bytes that the backward of a chunk's blocks keeps for `rows` samples; as `cost`, without a gradient."""
+    def kept(self, chunk: int, rows: int) -> Activations:
+        """What autograd keeps for the backward of a chunk for `rows` samples; as `cost`, without a gradient."""
         key = self._pass(chunk, rows, "kept")
         if key not in self._figures:
             known: PassCost | None = self._figures.get(self._pass(chunk, rows, "B"))
             self._figures[key] = (known or self._recorded(chunk, rows)).kept
-        found: int = self._figures[key]
+        found: Activations = self._figures[key]
         return found
 
     def _pass(self, chunk: int, rows: int, kind: str) -> tuple[object, ...]:
@@ -223,7 +225,7 @@ class StageModule:
         assert self.ways is not None
         shared = self.layout.shared if self._figures is self.layout.whole.figures else None
         blocks = len(self.layout.blocks), self.layout.blocks_in(self.stages[chunk])
-        return "part", shared, self.ways.rank, *blocks, rows, kind
+        return "part", shared, self.ways.rank, *blocks, rows, kind, self.layout.speed
 
     def _recorded(self, chunk: int, rows: int, kind: str | None = None) -> PassCost:
         assert self.ways is not None
@@ -232,22 +234,32 @@ class StageModule:
         inputs = [] if border_in is None else [each.empty(replica.device) for each in border_in.tensors]
         passed = Passed(inputs, self.leaves(replica.params), rows)
         passed.batch, passed.targets = first_samples(self.job, rows, replica.device)
-        before, recording = replica.buffers_flat(), Recording()
+        before, recording = replica.buffers_flat(), Recording(layout.speed)
         alive: list[Tensor] = []
         self.ways.carry_out = recording.carry_out
         self.place(chunk, passed)  # parameters, which are not counted
-        kept = Kept(replica.module, alive)
-        forward = recording.pieces(lambda: self.forward(chunk, passed, (0,), border_in, during=kept))
+        kept: list[Kept] = []
+
+        def counted(block: nn.Module, counter: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
+            kept.append(Kept(replica.module, alive))
+            return _both(kept[-1], counter)
+
+        forward = recording.pieces(
+            lambda counter: self.forward(chunk, passed, (0,), border_in, during=partial(counted, counter=counter))
+        )
         passed.gradients = () if stage == layout.depth - 1 else [torch.zeros_like(each) for each in passed.outputs]
 
-        def back() -> None:
-            self.backward(chunk, passed, inputs=stage > 0 and kind != "W", weights=kind != "I")
+        def back(counter: AbstractContextManager[Any]) -> None:
+            if self.job.recompute and kind != "W":
+                self.forward(chunk, passed, (0,), border_in, during=lambda block: counter)
+            with counter:
+                self.backward(chunk, passed, inputs=stage > 0 and kind != "W", weights=kind != "I")
 
         pieces = [] if kind is None else recording.pieces(back)
         self.ways.carry_out = refused
         if before.numel():
             replica.load_buffers(before)
-        return PassCost(forward, pieces, sum(kept.nbytes.values()))
+        return PassCost(forward, pieces, Activations.of([each.nbytes for each in kept]))
 
     def _renew_buffers(self) -> None:
         """Let the graph keep the buffers of this forward, which no later one may change."""
@@ -264,6 +276,13 @@ class StageModule:
     def buffers(self) -> Tensor | None:
         """A snapshot of the buffers; None where training changes none."""
         return self.replica.buffers_flat() if self.has_buffers else None
+
+
+@contextmanager
+def _both(first: AbstractContextManager[Any], second: AbstractContextManager[Any]) -> Iterator[None]:
+    """A context of both: blocks are counted, and the loss is not, as for a whole model."""
+    with first, second:
+        yield
 
 
 def _slots(blocks: Iterable[nn.Module], numbers: dict[int, int]) -> list[tuple[dict[str, Any], str, int]]:

@@ -142,7 +142,8 @@ def _advice(setup: Setup) -> str:
     pipeline, shared = setup.stages.pipeline, setup.stages.shared
     ways = [] if shared is None else [f"more ways than {shared.ways}"]
     stages = [] if shared is not None and not shared.in_pipelines else [f"more stages than {pipeline.stages}"]
-    less = "add remat=true, " if pipeline is not ONE_STAGE and _takes_remat(pipeline) else ""
+    takes = pipeline is not ONE_STAGE and not setup.job.recompute and _takes_remat(pipeline)
+    less = "add remat=true, " if takes else ""
     return f"Use {' or '.join([*ways, *stages])}, {less}or make the mini-batch smaller."
 
 

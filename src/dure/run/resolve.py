@@ -34,7 +34,7 @@ from dure.run.memory import check_worker_memory
 from dure.run.places import is_started_outside, takes_address
 from dure.run.prebuilt import Prebuilt
 from dure.run.setup import BY_ENGINE, Setup, check_rates
-from dure.run.step_shape import referred
+from dure.run.step_shape import referred, speed_of
 from dure.run.strategy import Strategy, check_codec_name, member_text
 from dure.runtime.launch.rendezvous import RankEnvironment, place
 from dure.runtime.virtual.cluster import Cluster
@@ -250,15 +250,16 @@ def _speeds(
     compute = cluster.machines[0].compute
     seconds = compute.mean(job.flops_per_sample * sizes[0])
     call = compute.of_call / seconds
+    device = partial(speed_of, cluster, job) if cluster.accelerated else None
     if not is_by_profile(pipeline.cuts):
-        return Speeds(seconds, call=call, times=times)
+        return Speeds(seconds, call=call, times=times, device=device)
     line = machines[:: 1 if shared is None else shared.ways]
     borders = [(here, there) for n, (here, there) in enumerate(pairwise(line)) if (n + 1) % pipeline.stages]
     bandwidths = [
         cluster.inside_of(here).bandwidth if here == there else cluster.bandwidth(here, there)
         for here, there in borders
     ]
-    return Speeds(seconds, min(bandwidths, default=math.inf), call, times)
+    return Speeds(seconds, min(bandwidths, default=math.inf), call, times, device)
 
 
 def _of_partition(partition: Any, sizes: Sequence[int]) -> tuple[int, ...]:
@@ -354,6 +355,11 @@ def _check(setup: Setup, cluster: Cluster | None) -> None:
             raise UsageError(
                 f"accumulate={setup.job.accumulate} is for workers with the whole model, and {setup.strategy} splits "
                 "it: leave it out. A pipeline has micro-batches of its own, as in 1f1b:stages=2,micro=8."
+            )
+        if setup.job.recompute and setup.stages.pipeline.remat:
+            raise UsageError(
+                f"the job computes the forward of each block again (recompute=true), and {setup.strategy} that of each "
+                "stage (remat=true): leave one of them out."
             )
     for name in cluster.codecs if cluster is not None else ():
         check_codec_name(name)

@@ -96,12 +96,24 @@ class Stages:
         """The parts of the model."""
         device = self.device
         if self.timing_only:  # its model may have shapes only; operations of parts are compared with those of the whole
-            device = "meta" if self.shared is None else str(self.whole.replica.device)
+            device = "meta" if self.shared is None or self.layout.costs else str(self.whole.replica.device)
         made: dict[int, StageModule] = {}
         for part in self.layout.parts:
             first = self.layout.alike(part) if self.timing_only and self.shared is not None else part
             made[part] = made[first] if first < part else StageModule(self.layout, part, self.seed, device)
         return list(made.values())
+
+    def _counted(self, part: int) -> StageModule:
+        """The module whose operations are those of a part; of accelerators, one of shapes as the whole model is."""
+        if self.timing_only or self.layout.costs is None:
+            return self.modules[part]
+        if part not in self._shapes:
+            self._shapes[part] = StageModule(self.layout, part, self.seed, "meta")
+        return self._shapes[part]
+
+    @cached_property
+    def _shapes(self) -> dict[int, StageModule]:
+        return {}
 
     def place(self, number: int) -> tuple[int, int]:
         """The copy of the model of worker `number` of the run, and its part of it."""
@@ -151,7 +163,7 @@ class Stages:
         holders = [str(NodeId(WORKER, replica * self.count + other)) for other in self.layout.parts]
         shared = None
         if self.shared is not None:
-            alike = self.modules[self.layout.alike(part)]
+            alike = self._counted(self.layout.alike(part))
             costs = alike.cost if self.virtual else None
             shared = SharedStage(
                 self.layout, module, node, meter, part=part, holders=holders, costs=costs, kept=alike.kept
@@ -182,7 +194,7 @@ class Stages:
         for rows in self._sizes():
             layout.measured(rows)
         if self.shared is not None:
-            alike = [self.modules[part] for part in sorted({layout.alike(part) for part in layout.parts})]
+            alike = [self._counted(part) for part in sorted({layout.alike(part) for part in layout.parts})]
             for module, chunk, rows in product(alike, range(self.pipeline.chunks), self._sizes()):
                 _ = module.cost(chunk, rows) if self.virtual else module.kept(chunk, rows)
 

@@ -34,8 +34,10 @@ def step_shape(setup: Setup, cluster: Cluster) -> StepShape:
     share of backward that the cluster states.
     """
     known, batch = setup.model.step_shapes, setup.batch_sizes[0]
+    if setup.stages is not None and setup.stages.layout.costs is not None:
+        batch = setup.job.own_batch_size  # the step of which parts count as shares
     speed = (
-        _speed(cluster, setup.job, setup.model.replica.params.dtype)
+        speed_of(cluster, setup.job, setup.model.replica.params.dtype)
         if cluster.accelerated or cluster.servers.overlap
         else None
     )
@@ -106,7 +108,7 @@ USUAL = 16.0
 """Intensity of a device that the cluster does not name: that of a V100 in fp32."""
 
 
-def _speed(cluster: Cluster, job: Job, dtype: torch.dtype) -> DeviceSpeed:
+def speed_of(cluster: Cluster, job: Job, dtype: torch.dtype) -> DeviceSpeed:
     """The speed of the first kind of machines in the engine's cost of blocks."""
     name, given = cluster.machines[0].gpu, cluster.engine.intensity
     if given is not None or name is None:

@@ -53,7 +53,10 @@ class StageFigures:
         found = []
         for rank in self.layout.ranks:
             (forward, backward), (outputs, gradients) = self._both_passes(rank), self._messages(rank)
-            found.append(StageSeconds(forward, backward, outputs=outputs, gradients=gradients))
+            again = forward if self.layout.pipeline.remat else 0.0
+            if rank == self.layout.ranks[-1]:  # it never waits
+                backward, again = backward + again, 0.0
+            found.append(StageSeconds(forward, backward, outputs=outputs, gradients=gradients, again=again))
         return found
 
     def summed_over_ways(self, rank):
@@ -82,12 +85,12 @@ class StageFigures:
             shares, called = (ahead.total, back.total), (0.0, 0.0)
             if layout.shared is not None:
                 cost = self.stages.modules[layout.alike(part)].cost(chunk, self.rows)
-                fraction = layout.fraction(part, chunk, cost, self.rows)
-                shares = ahead.total * ahead.split(fraction), back.total * back.split(fraction)
+                of_ahead, of_back = layout.factors(part, chunk, cost, self.rows, self.batch)
+                shares = ahead.total * of_ahead, back.total * of_back
                 called = self._called(rank, cost.forward), self._called(rank, cost.backward)
             forward += seconds * (1 - of_backward) * shares[0] + called[0]
             backward += seconds * of_backward * shares[1] + called[1]
-        return forward, backward + (forward if layout.pipeline.remat else 0.0)
+        return forward, backward
 
     def _messages(self, rank):
         """The messages of the border behind the first chunk of a stage; none behind the last stage."""

@@ -14,7 +14,8 @@ its cost, b per byte of the slowest link. A receiver adds up a byte in g seconds
 
 Stage k of a 1F1B pipeline needs t_k for the forward f_k and the backward of one of U micro-batches. The way w_k of a
 micro-batch from there to the last stage and back is the sum of t_j over j >= k and of 2 (K - k) messages. The stage
-makes K - k forwards while it waits for the first gradient: wait_k = max(0, w_k - t_k - (K - k) f_k). As K - k + 1
+makes K - k forwards while it waits for the first gradient: wait_k = max(0, w_k - t_k - (K - k) f_k). Where it computes
+a forward again before each backward, it does that while it waits, too, and the ways are without it. As K - k + 1
 micro-batches are in flight there, it begins no more than these in each w_k. All messages of a micro-batch at one card
 bound the seconds between two micro-batches (`Between`). Where gradients of weights are computed later (zero bubble),
 the ways are without them, and the last backwards of stage k begin earlier by k - 1 of them.
@@ -71,7 +72,7 @@ class StageSeconds(NamedTuple):
     """Seconds of a micro-batch at a stage: a forward, the gradients of its inputs and of its weights, two messages.
 
     `weights` is 0 where a backward is one computation. `outputs` is the message to the next stage, `gradients` the one
-    back.
+    back. `again` is a forward that is computed again while the stage waits for a gradient.
     """
 
     forward: float
@@ -79,6 +80,7 @@ class StageSeconds(NamedTuple):
     weights: float = 0.0
     outputs: float = 0.0
     gradients: float = 0.0
+    again: float = 0.0
 
     @property
     def backward(self):
@@ -88,7 +90,7 @@ class StageSeconds(NamedTuple):
     @property
     def busy(self):
         """Seconds of the stage's work."""
-        return self.forward + self.backward
+        return self.forward + self.again + self.backward
 
     @property
     def passing(self):
@@ -142,7 +144,7 @@ def flushed(stages, micro, between=FREE):
     found = [way[0] + last * _at_links(stages, between)]
     for k, stage in enumerate(stages):
         ahead = way[k + 1] + stage.outputs + stage.gradients  # of the next stage, and to it and back
-        waiting = max(0.0, ahead - min(count - 1 - k, last) * stage.forward)
+        waiting = max(0.0, ahead - min(count - 1 - k, last) * stage.forward - stage.again)
         before = max(way[0] - way[k] - k * stage.weights, filling)
         found.append(before + micro * stage.busy + waiting)
         rounds, rest = divmod(last, count - k)

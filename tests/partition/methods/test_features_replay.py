@@ -111,7 +111,7 @@ def seconds_of_a_forward(num_stages):
 def test_no_graph_is_kept_but_that_of_the_replay():
     graphs = graphs_of(4)
     run, most = most_kept("features-replay", 4)
-    assert most == max(graphs)
+    assert most == sum(graphs)  # one at each worker
     assert [stage.counts.most_sets for stage in run.stages] == [4, 3, 2, 1]  # inputs
     assert [stage.counts.most_versions for stage in run.stages] == [1, 1, 1, 1]
     _, most = most_kept("ddg", 4)
@@ -123,7 +123,7 @@ def test_a_mini_batch_takes_one_more_forward_in_the_steady_state():
     tick = seconds_of_a_forward(4)
     replayed, ddg = (play(name, 4, cluster=free_network(4)).finished.seconds for name in ("features-replay", "ddg"))
     assert ddg == pytest.approx(tick * (3 + 2 * STEPS + 3), rel=1e-9)
-    assert replayed == pytest.approx(tick * (3 + 3 * STEPS + 2 * 3), rel=1e-9)
+    assert replayed == pytest.approx(tick * (3 + 3 * STEPS + 3), rel=1e-9)  # others replay while they wait
 
 
 def test_features_replay_without_a_replay_is_refused():

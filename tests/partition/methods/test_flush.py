@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.chains import LR, chain, data, linear, model, play
+from support.chains import LR, chain, data, free_network, linear, model, play
 from support.wording import raising
 from torch.nn.functional import mse_loss
 
@@ -75,6 +75,22 @@ def test_the_result_is_that_of_sgd(strategy, stages, depth, micro):
 def test_rematerialisation_changes_no_bit(strategy, stages, depth):
     kept, again = (trained(strategy, stages, depth, options=f",remat={remat}").params for remat in ("false", "true"))
     assert torch.equal(kept, again)
+
+
+def test_gpipe_computes_forwards_again_while_gradients_travel_and_may_keep_the_last():
+    """Four stages and micro-batches, f = b: one stage after another waits for the first gradient."""
+    whole, network = replace(chain(model), batch_size=8), {"cluster": free_network(4), "steps": STEPS}
+    plain, again, last = (
+        play(f"gpipe:micro=4{options}", 4, job=whole, **network)
+        for options in ("", ",remat=true", ",remat=true,keep_last=true")
+    )
+    tick = plain.finished.seconds / (2 * (4 + 3))
+    assert again.finished.seconds == pytest.approx(tick * (4 + 3 + 2 * 4 + 3), rel=1e-9)
+    assert last.finished.seconds == pytest.approx(tick * (4 + 3 + 2 * 4 + 3 - 1), rel=1e-9)
+    assert torch.equal(plain.params, again.params)
+    assert torch.equal(plain.params, last.params)
+    with raising(ValueError, "keep_last=true is for remat=true"):
+        GPipe(keep_last=True)
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,24 @@ def test_a_forward_that_is_computed_again_makes_its_collectives_again():
     assert figures["worker 3"]["collective_bytes"] == {"all_reduce": 3 * 8 * ROWS * (2 * 10 + 14)}
 
 
+@pytest.mark.parametrize(("recompute", "of_layer"), [("false", 4), ("true", 6)])
+def test_a_layer_makes_four_all_reduces_and_six_if_it_is_computed_again(recompute, of_layer):
+    def passes(layers):
+        job = f"transformer:layers={layers},hidden=32,heads=4,vocab=100,sequence=16,batch=4,recompute={recompute}"
+        setup, _ = resolved(job, "bsp collective tensor:ways=2", workers=2, on="virtual", timing_only=True)
+        use = of_part(setup.stages.layout, 0, 4, 0, setup.stages.modules[0].kept)
+        return setup.stages.modules[0].cost(0, 4), use.activations
+
+    (few, kept), (many, more) = passes(2), passes(3)
+    pieces = [sum(piece.call is not None for piece in (*cost.forward, *cost.backward)) for cost in (few, many)]
+    assert pieces[1] - pieces[0] == of_layer
+    flops = [[sum(piece.flops for piece in each) for each in (cost.forward, cost.backward)] for cost in (few, many)]
+    times = 3 if recompute == "true" else 2
+    assert flops[1][1] - flops[0][1] == pytest.approx(times * (flops[1][0] - flops[0][0]))
+    border = 4 * 16 * 32 * 4
+    assert more - kept == border if recompute == "true" else more - kept > 5 * border
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("job", "partition", "workers"),

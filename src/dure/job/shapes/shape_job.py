@@ -4,6 +4,7 @@ parameter    meaning                                                            
 batch        samples of a worker in a step                                                32
 precision    of matrix products: a key of `PRECISIONS`, which has the type of all values  fp32
 accumulate   mini-batches whose gradients a worker sums in a step, of `batch` together    1
+recompute    whether backward computes the forward of each block again                    false
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Shapes(NamedTuple):
     target: tuple[int, ...] = ()
     dtype: torch.dtype = torch.float32
 
-    def job(self, batch: int, precision: str, accumulate: int) -> Job:
+    def job(self, batch: int, precision: str, accumulate: int, recompute: bool) -> Job:
         """The job with these parameters. Raises `UsageError` for values that it cannot have."""
         if precision not in PRECISIONS:
             raise UsageError(f"{self.name}: precision must be one of {names(PRECISIONS)}, got {precision!r}.")
@@ -53,6 +54,7 @@ class Shapes(NamedTuple):
             batch_size=batch,
             accumulate=accumulate,
             precision=precision,
+            recompute=recompute,
             steps=10,
             source="shapes of a published model, no values",
         )
@@ -61,8 +63,8 @@ class Shapes(NamedTuple):
 def function_of(shapes: Shapes) -> Callable[..., Job]:
     """The function of a job whose model has no parameters of its own."""
 
-    def shaped(batch: int = 32, precision: str = "fp32", accumulate: int = 1) -> Job:
-        return shapes.job(batch, precision, accumulate)
+    def shaped(batch: int = 32, precision: str = "fp32", accumulate: int = 1, recompute: bool = False) -> Job:
+        return shapes.job(batch, precision, accumulate, recompute)
 
     return shaped
 

@@ -189,6 +189,7 @@ def transformer(
     batch: int = 32,
     precision: str = "fp32",
     accumulate: int = 1,
+    recompute: bool = False,
 ) -> Job:
     """A decoder; the defaults are those of GPT-2 with 124,439,808 parameters. `kv=0`: as many as heads.
 
@@ -212,7 +213,7 @@ def transformer(
         raise UsageError(f"transformer: ffn must be at least 1, or 0 for four times hidden, got {ffn}.")
     network = partial(decoder, sizes, layers, vocab, sequence)
     shapes = Shapes("transformer", network, next_loss, (sequence,), (sequence,), torch.int64)
-    return shapes.job(batch, precision, accumulate)
+    return shapes.job(batch, precision, accumulate, recompute)
 
 
 # ---- encoders
@@ -285,11 +286,13 @@ def albert(layers: int, sizes: Sizes, vocab: int = 30_000, width: int = 128) -> 
 
 
 def _encoder(name: str, network: Callable[[], nn.Module]) -> Callable[..., Job]:
-    def encoder(sequence: int = 128, batch: int = 32, precision: str = "fp32", accumulate: int = 1) -> Job:
+    def encoder(
+        sequence: int = 128, batch: int = 32, precision: str = "fp32", accumulate: int = 1, recompute: bool = False
+    ) -> Job:
         if not 1 <= sequence <= 512:
             raise UsageError(f"{name}: sequence must be from 1 to its 512 places, got {sequence}.")
         shapes = Shapes(name, network, pretraining_loss, (sequence,), (1 + sequence,), torch.int64)
-        return shapes.job(batch, precision, accumulate)
+        return shapes.job(batch, precision, accumulate, recompute)
 
     return encoder
 

@@ -25,7 +25,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +34,10 @@ from torch.autograd import Function
 
 from dure.core.flop_counter import FlopCounter
 from dure.core.node import Ghost
+from dure.partition.backward import DeviceSpeed, Roofline
+
+if TYPE_CHECKING:
+    from dure.partition.borders import Activations
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "exchange"]
 
@@ -247,33 +252,37 @@ def scattered(ways: Ways, tensor: Tensor, sizes: Sequence[int], dim: int) -> Ten
 
 
 class Piece(NamedTuple):
-    """Operations up to a collective, of which only the sizes are known; None at the end of a pass."""
+    """Operations up to a collective, of which only the sizes are known; None at the end of a pass.
+
+    `flops` are operations of a device where its bytes and starts count, too (`Roofline`).
+    """
 
     flops: float
     call: CollectiveCall | None
 
 
 class PassCost(NamedTuple):
-    """The pieces of a forward and of a backward, and the bytes that are kept between them."""
+    """The pieces of a forward and of a backward, and what autograd keeps between them."""
 
     forward: Sequence[Piece]
     backward: Sequence[Piece]
-    kept: int
+    kept: Activations
 
 
 class Recording:
-    """Answers collectives with zeros, and counts the operations before each."""
+    """Answers collectives with zeros, and counts the operations before each: those of a device of `speed`, or FLOPs."""
 
-    def __init__(self) -> None:
-        self._counter = FlopCounter()
+    def __init__(self, speed: DeviceSpeed | None = None) -> None:
+        self._speed = speed
+        self._counter: FlopCounter | Roofline = FlopCounter()
         self._pieces: list[Piece] = []
-        self._counted = 0.0
+        self._before = 0.0
 
-    def pieces(self, function: Callable[[], None]) -> list[Piece]:
-        """The pieces of a function whose collectives are those of `carry_out`."""
-        self._counter, self._pieces, self._counted = FlopCounter(), [], 0.0
-        with self._counter:
-            function()
+    def pieces(self, function: Callable[[AbstractContextManager[Any]], None]) -> list[Piece]:
+        """The pieces of a function whose collectives are those of `carry_out`. It opens the context that counts."""
+        self._counter = FlopCounter() if self._speed is None else Roofline(self._speed)
+        self._pieces, self._before = [], 0.0
+        function(self._counter)
         self._add(None)
         return self._pieces
 
@@ -281,12 +290,17 @@ class Recording:
         """Zeros of the shapes of a collective's result."""
         self._add(CollectiveCall(call.kind, [_sized(each) for each in call.sends], call.receives))
         found = [torch.zeros(shape, dtype=each.dtype, device=each.device) for shape, each in _results(call)]
+        self._before = self._counted  # making zeros is no work of the part
         return found if call.kind in ("all_gather", "exchange") else found[0]
 
     def _add(self, call: CollectiveCall | None) -> None:
-        counted = float(self._counter.get_total_flops())
-        self._pieces.append(Piece(counted - self._counted, call))
-        self._counted = counted
+        self._pieces.append(Piece(self._counted - self._before, call))
+        self._before = self._counted
+
+    @property
+    def _counted(self) -> float:
+        counter = self._counter
+        return counter.operations if isinstance(counter, Roofline) else float(counter.get_total_flops())
 
 
 def _results(call: CollectiveCall) -> Sequence[tuple[torch.Size, Tensor]]:

@@ -2,6 +2,8 @@
 
     predicted = samples per second of a worker / those of one worker alone (`one`), or of a worker in another setting
 
+Of two models, a row may compare the operations of these samples per second.
+
 The interval spans what the source leaves open. Each open fact is tried alone. Then those values that make the ratio
 smallest are taken together, and those that make it largest.
 """
@@ -20,7 +22,7 @@ from dure.job.job import load_job
 from dure.planner.candidates import Scene
 from dure.planner.open_facts import extremes
 from dure.planner.timing import timed
-from dure.run.step_shape import referred
+from dure.run.step_shape import device_seconds, referred
 from dure.runtime.virtual.cluster import Cluster
 
 if TYPE_CHECKING:
@@ -28,9 +30,9 @@ if TYPE_CHECKING:
     from dure_studies.published.rows import Figure, PublishedRow, Source
 
 Values = dict[str, Any]
-"""Values by their places in a cluster file, or in a job (`job.precision`)."""
+"""Values by their places in a cluster file, in a job (`job.precision`) or in a strategy (`strategy.micro`)."""
 
-JOB = "job."
+JOB, STRATEGY = "job.", "strategy."
 
 
 @dataclass(frozen=True)
@@ -63,12 +65,28 @@ def predict(source: Source, row: PublishedRow, figure: Figure) -> Prediction:
 
 def _ratio(source: Source, row: PublishedRow, figure: Figure, values: Values) -> float:
     than, described = figure.compared(row), _described(source, row)
-    rate = _rate(described, figure.one, figure.job, figure.strategy, row.set | figure.set | values)
     if than is None:
         assert figure.one is not None  # else the row is refused
-        return rate / figure.one
+        return _rate(described, figure.one, figure.job, figure.strategy, row.set | figure.set | values) / figure.one
     other = than.job or figure.job, than.strategy or figure.strategy
-    return rate / _rate(described, figure.one, *other, row.set | than.set | _shared(values, figure))
+    one = figure.one if than.one is None else _in_proportion(figure.job, other[0], than.one, described)
+    rate = _rate(described, one, figure.job, figure.strategy, row.set | figure.set | values)
+    ratio = rate / _rate(described, than.one or figure.one, *other, row.set | than.set | _shared(values, figure))
+    return ratio * _operations(figure.job) / _operations(other[0]) if row.counted == "operations" else ratio
+
+
+def _in_proportion(job: str, known: str, one: float, described: Mapping[str, Any]) -> float:
+    """The rate of `job` on one worker, whose rate of a `known` job is `one`, in proportion to those of its device."""
+    name = Cluster(**described).machines[0].gpu
+    if name is None:
+        raise UsageError("`than` has a rate `one` of another job, and the cluster names no gpu: name it.")
+    rate, other = (_job(text).batch_size / device_seconds(_job(text), name) for text in (job, known))
+    return one * rate / other
+
+
+def _operations(job: str) -> float:
+    """The operations of a sample."""
+    return _job(job).flops_per_sample
 
 
 def _shared(values: Values, figure: Figure) -> Values:
@@ -78,8 +96,9 @@ def _shared(values: Values, figure: Figure) -> Values:
 
 def _rate(described: Mapping[str, Any], one: float | None, job: str, strategy: str, values: Values) -> float:
     """Samples per second of a worker."""
-    text = with_parameters(job, {at.removeprefix(JOB): each for at, each in values.items() if at.startswith(JOB)})
-    rest = {at: value for at, value in values.items() if not at.startswith(JOB)}
+    text = with_parameters(job, _under(JOB, values))
+    strategy = " ".join(with_own(member, _under(STRATEGY, values)) for member in strategy.split())
+    rest = {at: value for at, value in values.items() if not at.startswith((JOB, STRATEGY))}
     cluster = cluster_of(described, rest, text, one)
     batch = _job(text).batch_size * cluster.workers
     scene = Scene(_job(text), referred(cluster, _job(text)), batch)
@@ -96,6 +115,21 @@ def with_parameters(job: str, changed: Mapping[str, Any]) -> str:
     name, own = parse_member(job)
     parameters = ",".join(f"{key}={value}" for key, value in ({**own} | {**changed}).items())
     return f"{name}:{parameters}" if parameters else name
+
+
+def with_own(member: str, changed: Mapping[str, Any]) -> str:
+    """The text of a member of a strategy with other values of those parameters that it has.
+
+    >>> with_own("gpipe:stages=2,micro=4", {"micro": 8, "ways": 2}), with_own("bsp", {"micro": 8})
+    ('gpipe:stages=2,micro=8', 'bsp')
+    """
+    own = parse_member(member)[1]
+    return with_parameters(member, {key: value for key, value in changed.items() if key in own})
+
+
+def _under(prefix: str, values: Values) -> Values:
+    """The values at places that begin so, by the rest of their names."""
+    return {at.removeprefix(prefix): each for at, each in values.items() if at.startswith(prefix)}
 
 
 @cache

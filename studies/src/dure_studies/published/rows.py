@@ -12,6 +12,7 @@
       class: A                                              # A: nearly all is stated, B: a fact is missing, C: an order
       cluster: {...}                                        # another one than that of the file
       set: {machines.count: 2}                              # values of this row in the cluster
+      counted: samples                                      # or operations: of a sample, by its job
       figures:
       - name: 16 GPUs
         job: resnet50:batch=32
@@ -23,7 +24,8 @@
         measured: 0.933                                     # rate of a worker, relative to one alone, or to `than`
 
 A place such as `machines.card.share` names the keys from the top of the cluster file; of a list it means the first
-element. `job.precision` is a parameter of the job. A row's `open` and `than` are for figures without their own.
+element. `job.precision` is a parameter of the job, `strategy.micro` one of the members of the strategy that have it. A
+row's `open`, `than` and `class` are for figures without their own.
 """
 
 from __future__ import annotations
@@ -37,7 +39,10 @@ from dure.core.validated import FieldError, Validated, read_described, read_yaml
 
 HERE = Path(__file__).parent
 
-SOURCES = ("horovod", "tensorflow", "ddp", "dlperf", "nvidia", "users")
+SOURCES = (
+    *("horovod", "tensorflow", "ddp", "dlperf", "nvidia", "megatron", "users"),
+    *("torchgpipe", "torchtitan", "ultrascale"),
+)
 """The files of this package."""
 
 
@@ -49,9 +54,13 @@ class OpenFact(Validated):
 
 
 class ComparedSetting(Validated):
-    """A job, a strategy, and values of the cluster, in place of those of a figure."""
+    """A job, a strategy, and values of the cluster, in place of those of a figure.
+
+    `one` is the rate of this job; that of the figure's follows from the device that the cluster names.
+    """
 
     job: str | None = None
+    one: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     strategy: str | None = None
     set: dict[str, Any] = Field(default_factory=dict)
 
@@ -67,6 +76,7 @@ class Figure(Validated):
     set: dict[str, Any] = Field(default_factory=dict)
     than: ComparedSetting | None = None
     open: dict[str, OpenFact] | None = None
+    kind: Literal["A", "B", "C"] | None = Field(default=None, alias="class")
 
     def compared(self, row: PublishedRow) -> ComparedSetting | None:
         """The setting to which the rate is relative; None for one worker alone."""
@@ -82,6 +92,7 @@ class PublishedRow(Validated):
     figures: tuple[Figure, ...] = Field(min_length=1)
     cluster: dict[str, Any] | None = None
     set: dict[str, Any] = Field(default_factory=dict)
+    counted: Literal["samples", "operations"] = "samples"
     than: ComparedSetting | None = None
     open: dict[str, OpenFact] | None = None
 

@@ -67,7 +67,7 @@ def _of_source(source: Source, wanted: str | None) -> Iterable[Row]:
 
     for row in source.rows:
         for figure in row.figures if wanted in (None, row.id) else ():
-            found: Row = {"id": row.id, "figure": figure.name, "what": row.what, "class": row.kind}
+            found: Row = {"id": row.id, "figure": figure.name, "what": row.what, "class": figure.kind or row.kind}
             found |= {"source": source.source, "measured": figure.measured}
             try:
                 prediction = predict(source, row, figure)
