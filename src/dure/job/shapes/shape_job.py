@@ -9,8 +9,8 @@ recompute    whether backward computes the forward of each block again          
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -48,7 +48,7 @@ class Shapes(NamedTuple):
             inputs = inputs.to(values)
         return Job(
             name=self.name,
-            model=partial(_on_meta, self.network, values),
+            model=ModelOfShapes(self.network, values),
             loss=self.loss,
             train=Data(inputs, torch.empty(LENGTH, *self.target, dtype=torch.int64, device="meta")),
             batch_size=batch,
@@ -69,6 +69,17 @@ def function_of(shapes: Shapes) -> Callable[..., Job]:
     return shaped
 
 
-def _on_meta(network: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
-    with torch.device("meta"):
-        return network().to(dtype)
+class ModelOfShapes:
+    """Makes modules of `network` on the meta device: copies of the first, as PyTorch initializes shapes slowly."""
+
+    def __init__(self, network: Callable[[], nn.Module], dtype: torch.dtype) -> None:
+        self._network = network
+        self._dtype = dtype
+        self._first: nn.Module | None = None
+
+    def __call__(self) -> nn.Module:
+        """A new module."""
+        if self._first is None:
+            with torch.device("meta"):
+                self._first = self._network().to(self._dtype)
+        return copy.deepcopy(self._first)
