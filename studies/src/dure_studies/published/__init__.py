@@ -4,6 +4,8 @@
 |--------------|------------------------------------------------------------------------------|
 | `rows.py`    | a file of rows: cluster, what is assumed, what is left open, figures         |
 | `predict.py` | the prediction of a figure, and its interval over what is left open          |
+| `constants.py` | what was fitted or chosen in sight of rows, and its values without them    |
+| `variants.py` | scores without these rows, and without parts of the model                   |
 | `score.py`   | how near predictions are, and the list of figures that are scored            |
 | `study.py`   | `dure reproduce published`                                                   |
 
