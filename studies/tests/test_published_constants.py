@@ -124,7 +124,7 @@ def test_a_prediction_names_the_rows_of_its_constants() -> None:
     assert fitted_from(Cluster.uniform(4)) == ()
     assert fitted_from(horovod) == tuple(sorted(ALL_SOURCES))
     assert chosen_from("L") == []
-    assert chosen_from("DT") == ["start", "tensor", "process", "threads", "early pushes", "barrier"]
+    assert chosen_from("DT") == ["start", "tensor", "process"]
 
 
 OWN = """
@@ -170,15 +170,16 @@ def test_constants_of_rows_take_their_values_without_them(own: Source) -> None:
     assert LIBRARIES["ddp"].tensor == 25e-6
 
 
-def test_each_source_is_predicted_with_the_spread_of_the_others(own: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_source_is_predicted_with_the_spread_of_the_others(own: Source) -> None:
     slower = own.model_copy(
         update={"rows": tuple(row.model_copy(update={"id": "H6", "figures": figures_at(row, 0.3)}) for row in own.rows)}
     )
-    rows = variants.without_sources([own, slower])
+    unscored = own.model_copy(update={"rows": tuple(row.model_copy(update={"id": "X1"}) for row in own.rows)})
+    rows = variants.without_sources([own, unscored, slower])
     assert [row["left_out"] for row in rows] == ["D", "H", "each by the others"]
     assert [row["figures"] for row in rows] == [1, 1, 2]
     assert rows[0]["without"] == "start, tensor"
-    assert rows[1]["without"] == "contention, tick"
+    assert rows[1]["without"] == "contention"
     assert rows[0]["spread"] == max(variants.GRID)  # the other source is slower than any prediction
 
 

@@ -73,8 +73,9 @@ def fitted_from(cluster: Cluster) -> tuple[str, ...]:
 
 
 def chosen_from(letters: Iterable[str]) -> list[str]:
-    """The names of those, but for `spread`, that were chosen in sight of rows with one of `letters`."""
-    return [name for name, each in CHOSEN.items() if not each.fitted and set(letters) & set(each.rows)]
+    """The names of those, but for `spread`, that have other values without the rows with one of `letters`."""
+    replaced = {name: each for name, each in CHOSEN.items() if each.without or each.rules}
+    return [name for name, each in replaced.items() if set(letters) & set(each.rows)]
 
 
 def without_rows(name: str, cluster: Cluster) -> Values:

@@ -104,9 +104,9 @@ def _of_source(source: Source, wanted: str | None) -> Iterable[Row]:
             except UsageError as error:
                 yield found | {"missing": str(error)}
                 continue
-            error = None if figure.measured is None else prediction.predicted / figure.measured - 1
             right = {"right": (prediction.predicted > figure.equal) == figure.is_faster} if kind == "C" else {}
-            yield found | vars(prediction) | {"error": error} | right
+            off = None if figure.measured is None else prediction.predicted / figure.measured - 1
+            yield found | vars(prediction) | {"error": off} | right
 
 
 def _scores(rows: Sequence[Row]) -> list[Row]:
@@ -158,14 +158,16 @@ def table(result: dict[str, Any]) -> Group:
         ("predicted", lambda row: f"{row['predicted']:.3f}" if "predicted" in row else "not predicted"),
         ("from", known("low", "{:.3f}")),
         ("to", known("high", "{:.3f}")),
-        ("error", known("error", "{:+.1%}")),
-        ("order", lambda row: {True: "right", False: "wrong", None: ""}[row.get("right")]),
+        ("error", lambda row: "" if row["class"] == "C" else known("error", "{:+.1%}")(row)),
+        ("order", _order),
         ("decides", lambda row: row.get("decides", "")),
     ]
     caption = (
-        "Samples per second of a worker, relative to one worker alone, or to the setting after `than`; all predictions "
-        "are virtual time. Class A: nearly all is stated; B: a fact is missing; C: the order of two settings counts. "
-        "`from` and `to` span what the source leaves open; `decides` is the open fact that changes the prediction most."
+        "`measured` and `predicted`: samples per second of a worker, relative to one worker alone, or to the setting "
+        "after `than`. Predictions are virtual time. Class A: the source states nearly all; B: a fact is missing; C: "
+        "only the order counts: whether the setting is slower or faster than the other one was, and whether the "
+        "prediction says so. `from` and `to` span what the source leaves open; `decides` is the open fact that changes "
+        "the prediction most."
     )
     figures = table_of(result["rows"], columns, caption, texts=("row", "figure", "decides"))
     alone = result["sources"] if len(result["sources"]) == 1 else []
@@ -173,7 +175,14 @@ def table(result: dict[str, Any]) -> Group:
 
 
 def _measured(row: Row) -> str:
-    return str(row["order"]) if row["measured"] is None else f"{row['measured']:.3f}"
+    return "" if row["measured"] is None else f"{row['measured']:.3f}"
+
+
+def _order(row: Row) -> str:
+    """The order of a figure of class C, and whether the prediction has it."""
+    if "order" not in row:
+        return ""
+    return f"{row['order']}: {'right' if row.get('right') else 'wrong'}"
 
 
 def _statements(sources: Sequence[Row]) -> list[str]:
@@ -228,12 +237,14 @@ def _score_lines(result: dict[str, Any]) -> list[str]:
 
 
 def _score_line(score: Row) -> str:
-    start = f"{score['of']}: {score['figures']} figures, {score['predicted']} of them predicted"
+    figures, predicted = score["figures"], score["predicted"]
+    covered = "all predicted" if predicted == figures else f"{predicted} predicted"
+    start = f"{score['of']} ({figures} figure{'s' * (figures > 1)}, {covered}):"
     if "inside" in score:
-        return f"{start}; {score['inside']:.0%} inside an interval below a factor of 1.5"
+        return f"{start} {score['inside']:.0%} inside an interval below a factor of 1.5"
     if "right" in score:
-        return f"{start}; {score['right']:.0%} in the right order"
+        return f"{start} {score['right']:.0%} in the right order"
     return (
-        f"{start}; {score['near']:.0%} near (within 15 %, and the lost part within the larger of 0.03 and 30 % of it), "
+        f"{start} {score['near']:.0%} near (within 15 %, and the lost part within the larger of 0.03 and 30 % of it), "
         f"median error {score['median_error']:.1%}, Kendall's tau-b {score['tau']:.2f}"
     )

@@ -172,7 +172,7 @@ def without_sources(sources: Sequence[Source]) -> list[Row]:
             tried[key] = each.predicted(of_spread(spread), names)
         return each.pair(tried[key])
 
-    for source in sources:
+    for source in [each for each in sources if any(figure.source is each for figure in figures)]:
         own = [each for each in figures if each.source is source]
         others = [each for each in figures if each.source is not source and each.is_accelerated]
         letters = {each.row.id.rstrip("0123456789") for each in own}
