@@ -35,7 +35,7 @@ ORIGINS: dict[ModuleType, dict[str, list[float]]] = {
     },
     accelerators: {
         NCCL: [3.4e-6, 3.4e-6, 5.7e-6, 5.7e-6, 9.6e-6],
-        SHEET: [120e9, 10e9, 5.5e9, 80, 130, 12e9, 12e9, 10e-6],
+        SHEET: [120e9, 10e9, 5.5e9, 80, 130, 12e9, 10e-6],
         "usual results of nccl-tests": [0.88],
         "TCP: usual share, flow of a core, seconds of a hop": [0.9, 13e9, 40e-6],
         "defaults of the libraries": [25, 64, 64, 5e-3],
