@@ -12,12 +12,14 @@ from dure.job.job import load_job
 from dure.planner.open_facts import SPEEDS
 from dure.run.step_shape import device_seconds
 from dure_studies.published import study
-from dure_studies.published.predict import cluster_of, fitted_from, predict
+from dure_studies.published.constants import fitted_from
+from dure_studies.published.predict import cluster_of, predict
 from dure_studies.published.rows import missing, published, read
 from dure_studies.published.score import RatioPair, is_inside, kendall, score, scored, with_loss
 
 OWN = """
 source: our laboratory
+stated: two hosts
 cluster:
   machines: [{count: 2, gpus: 2, inside: {kind: pcie}}]
   link: {bandwidth: 10 Gbit/s}
@@ -52,11 +54,14 @@ def figures() -> list[tuple[str, str, float]]:
         for source in published()
         for row in source.rows
         for figure in row.figures
+        if figure.measured is not None
     ]
 
 
 def test_every_scored_figure_is_one_of_class_a() -> None:
-    kinds = {(row.id, figure.name): row.kind for s in published() for row in s.rows for figure in row.figures}
+    kinds = {
+        (row.id, figure.name): figure.kind_in(row) for s in published() for row in s.rows for figure in row.figures
+    }
     listed = [(row, name) for row, names in scored().items() for name in names]
     assert [kinds[each] for each in listed] == ["A"] * 50
 
@@ -131,6 +136,7 @@ def test_rows_of_a_users_own_file_have_predictions_and_intervals(own: Path) -> N
     assert two["error"] == pytest.approx(two["predicted"] / 0.6 - 1)
     assert one["predicted"] > 1  # the rate on one host, relative to that on two
     assert result["scores"] == []
+    assert [each["stated"] for each in result["sources"]] == ["two hosts"]
     assert own.with_suffix(".svg").read_text().startswith("<?xml")
     assert study.table(result) is not None
 
@@ -205,6 +211,9 @@ def test_a_setting_that_cannot_be_timed_is_listed_with_the_reason(own: Path) -> 
     ("wrong", "words"),
     [
         (("class: A", "class: D"), "rows[0].class"),
+        (("one: 500, measured: 0.6", "one: 500"), "write one of `measured` and `order`"),
+        (("one: 500, measured: 0.6", "one: 500, measured: 0.6, order: slower"), "write one of `measured` and `order`"),
+        (("one: 500, measured: 0.6", "one: 500, order: slower"), "only a figure of class C has an order"),
         (("one: 500, measured: 0.6", "one: 0, measured: 0.6"), "rows[0].figures[0].one"),
         (("one host, than two", "two hosts"), "two figures of X1 have one name"),
         (("- id: X1", "- id: X1\n  hosts: 3"), "unknown key 'hosts'"),
@@ -220,6 +229,53 @@ def test_a_wrong_file_is_refused_with_the_place(own: Path, wrong: tuple[str, str
 def test_an_unknown_row_is_refused(own: Path) -> None:
     with raising(UsageError, "there is no row 'H66'"):
         study.reproduce(row="H66")
+
+
+ORDERS = """
+source: our laboratory
+cluster:
+  machines: [{count: 2, gpus: 2, inside: {kind: pcie}}]
+  link: {bandwidth: 1 Gbit/s}
+rows:
+- id: X1
+  what: two hosts, than one
+  class: C
+  figures:
+  - {name: right, job: "alexnet:batch=64", one: 500, than: {set: {machines.count: 1}}, order: slower}
+  - {name: half, job: "alexnet:batch=64", one: 500, than: {set: {machines.count: 1}}, measured: 0.2, equal: 0.5}
+  - {name: wrong, job: "alexnet:batch=64", one: 500, than: {set: {machines.count: 1}}, order: faster}
+  - name: other cluster and job
+    job: alexnet:batch=64
+    one: 500
+    than:
+      cluster: {machines: [{count: 2, gpus: 2, inside: {kind: pcie}}], link: {bandwidth: 10 Gbit/s}}
+      job: alexnet:batch=128
+      one: 1000
+    measured: 0.3
+  - {name: not timed, job: "alexnet:batch=64", strategy: "bsp gpipe:stages=3", one: 500, than: {}, order: slower}
+"""
+
+
+def test_orders_are_right_if_the_same_setting_is_faster(own: Path) -> None:
+    own.write_text(ORDERS)
+    result = study.reproduce(rows=own, out=own.with_suffix(".svg"))
+    assert [row.get("right") for row in result["rows"]] == [True, True, False, True, None]
+    assert result["rows"][0]["predicted"] == result["rows"][1]["predicted"] < 0.5
+    assert result["rows"][0]["error"] is None
+    assert result["rows"][3]["predicted"] == pytest.approx(alone(own, "1 Gbit/s") / alone(own, "10 Gbit/s"))
+    assert result["scores"] == [{"of": "class C", "figures": 5, "predicted": 4, "right": 0.6}]
+    assert study.table(result) is not None
+
+
+def alone(path: Path, bandwidth: str) -> float:
+    """The efficiency of two hosts with links of `bandwidth`; with 10 Gbit/s, of twice the batch at twice the rate."""
+    text = OWN.replace("link: {bandwidth: 10 Gbit/s}", f"link: {{bandwidth: {bandwidth}}}")
+    if bandwidth == "10 Gbit/s":
+        text = text.replace("alexnet:batch=64", "alexnet:batch=128").replace("one: 500", "one: 1000")
+    path.write_text(text)
+    found = study.reproduce(rows=path, out=path.with_suffix(".svg"))["rows"][0]["predicted"]
+    assert isinstance(found, float)
+    return found
 
 
 @pytest.mark.long

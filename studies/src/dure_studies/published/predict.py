@@ -10,27 +10,27 @@ smallest are taken together, and those that make it largest.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from dure.core.spec_text import parse_member
 from dure.errors import UsageError
 from dure.job.job import load_job
+from dure.partition.blocks import blocks_of
 from dure.planner.candidates import Scene
 from dure.planner.open_facts import extremes
 from dure.planner.timing import timed
 from dure.run.step_shape import device_seconds, referred
 from dure.runtime.virtual.cluster import Cluster
+from dure_studies.published.constants import Values, fitted_from
 
 if TYPE_CHECKING:
     from dure.job.job import Job
     from dure_studies.published.rows import Figure, PublishedRow, Source
-
-Values = dict[str, Any]
-"""Values by their places in a cluster file, in a job (`job.precision`) or in a strategy (`strategy.micro`)."""
 
 JOB, STRATEGY = "job.", "strategy."
 
@@ -50,29 +50,41 @@ def predict(source: Source, row: PublishedRow, figure: Figure) -> Prediction:
     """The prediction of a figure. Raises `UsageError` for a setting that cannot be timed."""
     facts = next((each for each in (figure.open, row.open) if each is not None), source.open)
 
-    def ratio(values: Values) -> float:
-        return _ratio(source, row, figure, values)
+    def having(values: Values) -> float:
+        return ratio(source, row, figure, values)
 
-    assumed = ratio({})
-    tried = {name: [(ratio({fact.at: value}), value) for value in fact.values] for name, fact in facts.items()}
+    assumed = having({})
+    tried = {name: [(having({fact.at: value}), value) for value in fact.values] for name, fact in facts.items()}
     lowest, highest, changes = extremes(assumed, tried)
     ends = [{facts[name].at: value for name, value in end.items()} for end in (lowest, highest)]
-    found = [assumed, *(ratio(values) for values in ends if values)]
-    cluster = cluster_of(_described(source, row), row.set | figure.set, figure.job, figure.one)
+    found = [assumed, *(having(values) for values in ends if values)]
     decides = max(changes, key=lambda name: changes[name]) if changes and max(changes.values()) > 0 else ""
-    return Prediction(assumed, min(found), max(found), decides, fitted_from(cluster))
+    return Prediction(assumed, min(found), max(found), decides, fitted_from(cluster_in(source, row, figure)))
 
 
-def _ratio(source: Source, row: PublishedRow, figure: Figure, values: Values) -> float:
-    than, described = figure.compared(row), _described(source, row)
+def ratio(source: Source, row: PublishedRow, figure: Figure, values: Values, *, by_parameters: bool = False) -> float:
+    """The ratio of a figure, with other `values` in the cluster or the job.
+
+    `by_parameters`: blocks take seconds by the number of their parameters, not by operations and bytes.
+    """
+    described = _described(source, row)
+
+    def rate(at: Mapping[str, Any], one: float | None, job: str, strategy: str, values: Values) -> float:
+        return _rate(at, one, job, strategy, values, by_parameters)
+
+    own, than = row.set | figure.set | values, figure.compared(row)
     if than is None:
-        assert figure.one is not None  # else the row is refused
-        return _rate(described, figure.one, figure.job, figure.strategy, row.set | figure.set | values) / figure.one
-    other = than.job or figure.job, than.strategy or figure.strategy
-    one = figure.one if than.one is None else _in_proportion(figure.job, other[0], than.one, described)
-    rate = _rate(described, one, figure.job, figure.strategy, row.set | figure.set | values)
-    ratio = rate / _rate(described, than.one or figure.one, *other, row.set | than.set | _shared(values, figure))
-    return ratio * _operations(figure.job) / _operations(other[0]) if row.counted == "operations" else ratio
+        return rate(described, figure.one, figure.job, figure.strategy, own) / (figure.one or 1.0)
+    one, job, strategy = than.one or figure.one, than.job or figure.job, than.strategy or figure.strategy
+    at = described if than.cluster is None else than.cluster
+    shared = row.set | than.set | _shared(values, figure) if than.cluster is None else dict(than.set)
+    other = rate(at, one, job, strategy, shared)
+    if row.counted == "samples":
+        found = rate(described, figure.one, figure.job, figure.strategy, own) / (figure.one or 1.0)
+        return found / (other / (one or 1.0))
+    alone = figure.one or (None if one is None else _in_proportion(figure.job, job, one, described))
+    found = rate(described, alone, figure.job, figure.strategy, own) / other
+    return found * _operations(figure.job) / _operations(job)
 
 
 def _in_proportion(job: str, known: str, one: float, described: Mapping[str, Any]) -> float:
@@ -89,20 +101,33 @@ def _operations(job: str) -> float:
     return _job(job).flops_per_sample
 
 
+def cluster_in(source: Source, row: PublishedRow, figure: Figure) -> Cluster:
+    """The cluster of a figure, as its source has it."""
+    return cluster_of(_described(source, row), row.set | figure.set, figure.job, figure.one)
+
+
 def _shared(values: Values, figure: Figure) -> Values:
     """Values of open facts that the other setting has, too: not those in which the two differ."""
     return {at: value for at, value in values.items() if at not in figure.set}
 
 
-def _rate(described: Mapping[str, Any], one: float | None, job: str, strategy: str, values: Values) -> float:
+def _rate(
+    described: Mapping[str, Any], one: float | None, job: str, strategy: str, values: Values, by_parameters: bool
+) -> float:
     """Samples per second of a worker."""
     text = with_parameters(job, _under(JOB, values))
     strategy = " ".join(with_own(member, _under(STRATEGY, values)) for member in strategy.split())
     rest = {at: value for at, value in values.items() if not at.startswith((JOB, STRATEGY))}
-    cluster = cluster_of(described, rest, text, one)
-    batch = _job(text).batch_size * cluster.workers
-    scene = Scene(_job(text), referred(cluster, _job(text)), batch)
-    scene.__dict__["model"] = _scene(text).model  # sizes and shapes of steps, for all clusters
+    return rate_of(json.dumps(_with_values(described, rest, text, one)), text, strategy, by_parameters)
+
+
+@cache
+def rate_of(described: str, job: str, strategy: str, by_parameters: bool) -> float:
+    """Samples per second of a worker in a cluster, which is described in JSON."""
+    cluster, known = Cluster(**json.loads(described)), _scene(job, by_parameters)
+    batch = known.job.batch_size * cluster.workers
+    scene = Scene(known.job, referred(cluster, known.job), batch)
+    scene.__dict__["model"] = known.model  # sizes and shapes of steps, for all clusters
     return batch / timed(scene, strategy).seconds / cluster.workers
 
 
@@ -138,8 +163,16 @@ def _job(text: str) -> Job:
 
 
 @cache
-def _scene(text: str) -> Scene:
-    return Scene(_job(text), Cluster.uniform(1), 1)
+def _scene(text: str, by_parameters: bool) -> Scene:
+    job = _job(text)
+    return Scene(_by_parameters(job) if by_parameters else job, Cluster.uniform(1), 1)
+
+
+def _by_parameters(job: Job) -> Job:
+    """`job` that states seconds of its blocks by the number of their parameters: backward is twice forward."""
+    blocks = blocks_of(job, job.build(0))
+    counts = [float(sum(each.numel() for each in block.parameters())) for block in blocks]
+    return replace(job, block_seconds=[(count, 2 * count) for count in counts])
 
 
 def _described(source: Source, row: PublishedRow) -> Mapping[str, Any]:
@@ -151,6 +184,10 @@ def cluster_of(described: Mapping[str, Any], values: Values, job: str, one: floa
 
     If that is None, seconds are those of the device that the cluster names.
     """
+    return Cluster(**_with_values(described, values, job, one))
+
+
+def _with_values(described: Mapping[str, Any], values: Values, job: str, one: float | None) -> dict[str, Any]:
     found = deepcopy(dict(described))
     for at, value in values.items():
         _put(found, at, deepcopy(value))
@@ -158,7 +195,7 @@ def cluster_of(described: Mapping[str, Any], values: Values, job: str, one: floa
         seconds = _job(job).batch_size / one
         for kind in found.get("machines", []):
             kind["compute"] = {**kind.get("compute", {}), "seconds": seconds}
-    return Cluster(**found)
+    return found
 
 
 def _put(described: dict[str, Any], at: str, value: Any) -> None:
@@ -171,30 +208,3 @@ def _put(described: dict[str, Any], at: str, value: Any) -> None:
         if not isinstance(place, dict):
             raise UsageError(f"{at}: {key} is no mapping in the cluster: write a place such as machines.card.share.")
     place[last] = value
-
-
-CHOSEN = {
-    "spread": ("H", "T", "D", "L", "G", "N", "U"),
-    "contention": ("H",),
-    "start": ("D",),
-    "tensor": ("D",),
-    "mesh": ("G",),
-    "process": ("T",),
-}
-"""Constants that were fitted or chosen in sight of rows, and the sources of these rows.
-
-`spread`: fitted. The others were chosen: `contention` (0.10), `start` of a collective (40 us), `tensor` (25 us of DDP),
-22 GB/s of a link of a `mesh`, 1 GB/s of a `process` of servers over gRPC.
-"""
-
-
-def fitted_from(cluster: Cluster) -> tuple[str, ...]:
-    """The sources in sight of which constants of `cluster` were chosen."""
-    used = set()
-    if cluster.accelerated:
-        used |= {"spread", "contention", "start"}
-        used |= {"tensor"} if cluster.engine.library == "ddp" else set()
-        used |= {"mesh"} if cluster.inside_of(0).kind == "mesh" else set()
-    elif cluster.servers.process is not None:
-        used |= {"spread", "process"}
-    return tuple(sorted({source for name in used for source in CHOSEN[name]}))

@@ -22,10 +22,14 @@
         set: {}                                             # values of this figure in the cluster
         than: {job: ..., set: ...}                          # another setting, to which the rate is relative
         measured: 0.933                                     # rate of a worker, relative to one alone, or to `than`
+        order: slower                                       # in place of that, if only the order of both is known
+        class: C                                            # another one than that of the row
+        equal: 1                                            # class C: the ratio at which both are equally fast
 
 A place such as `machines.card.share` names the keys from the top of the cluster file; of a list it means the first
-element. `job.precision` is a parameter of the job, `strategy.micro` one of the members of the strategy that have it. A
-row's `open`, `than` and `class` are for figures without their own.
+element. `job.precision` is a parameter of the job, `strategy.micro` one of the members of the strategy that have it.
+`than` may have a `cluster`, and the `one` of its job. With `counted: operations`, a row compares operations in a
+second. A row's `open`, `than` and `class` are for figures without their own.
 """
 
 from __future__ import annotations
@@ -41,7 +45,7 @@ HERE = Path(__file__).parent
 
 SOURCES = (
     *("horovod", "tensorflow", "ddp", "dlperf", "nvidia", "megatron", "users"),
-    *("torchgpipe", "torchtitan", "ultrascale"),
+    *("torchgpipe", "torchtitan", "ultrascale", "issues"),
 )
 """The files of this package."""
 
@@ -54,11 +58,12 @@ class OpenFact(Validated):
 
 
 class ComparedSetting(Validated):
-    """A job, a strategy, and values of the cluster, in place of those of a figure.
+    """A job with the rate of one worker alone, a strategy, a cluster, and values of it, in place of a figure's.
 
-    `one` is the rate of this job; that of the figure's follows from the device that the cluster names.
+    Where operations are counted, a figure without a rate takes that of its job in proportion, by the device.
     """
 
+    cluster: dict[str, Any] | None = None
     job: str | None = None
     one: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     strategy: str | None = None
@@ -66,21 +71,39 @@ class ComparedSetting(Validated):
 
 
 class Figure(Validated):
-    """A measured ratio, and the setting in which it was measured."""
+    """A measured ratio, or its order beside `equal`, and the setting in which it was measured."""
 
     name: str
     job: str
     one: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    measured: float = Field(gt=0, allow_inf_nan=False)
+    measured: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    order: Literal["faster", "slower"] | None = None
+    equal: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    kind: Literal["A", "B", "C"] | None = Field(default=None, alias="class")
     strategy: str = "bsp"
     set: dict[str, Any] = Field(default_factory=dict)
     than: ComparedSetting | None = None
     open: dict[str, OpenFact] | None = None
-    kind: Literal["A", "B", "C"] | None = Field(default=None, alias="class")
 
     def compared(self, row: PublishedRow) -> ComparedSetting | None:
         """The setting to which the rate is relative; None for one worker alone."""
         return row.than if self.than is None else self.than
+
+    def kind_in(self, row: PublishedRow) -> str:
+        """Its class: that of the row, if it has none of its own."""
+        return self.kind or row.kind
+
+    @property
+    def is_faster(self) -> bool:
+        """Whether the setting was faster than the one to which it is relative."""
+        return self.order == "faster" if self.measured is None else self.measured > self.equal
+
+    @model_validator(mode="after")
+    def _has_one_result(self) -> Self:
+        if (self.measured is None) == (self.order is None):
+            problem = "a figure is a ratio or an order: write one of `measured` and `order`"
+            raise FieldError(("measured",), problem)
+        return self
 
 
 class PublishedRow(Validated):
@@ -117,6 +140,10 @@ class Source(Validated):
             if lost is not None:
                 problem = "it is relative to nothing: write `one`, the rate of one worker, or `than`, another setting"
                 raise FieldError(("rows", place, "figures", lost), problem)
+            ordered = next((n for n, each in enumerate(row.figures) if each.order and each.kind_in(row) != "C"), None)
+            if ordered is not None:
+                problem = "only a figure of class C has an order: write `measured`, or class: C"
+                raise FieldError(("rows", place, "figures", ordered, "order"), problem)
             names = [figure.name for figure in row.figures]
             if len(set(names)) < len(names):
                 problem = f"two figures of {row.id} have one name: write different ones"

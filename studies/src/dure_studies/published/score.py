@@ -3,6 +3,7 @@
     near     within 15 %, and the lost part (1 - ratio) within the larger of 0.03 and 30 % of it
     inside   the figure is in the predicted interval, which is narrower than a factor of 1.5
     order    Kendall's tau-b of predictions and figures
+    right    the predicted ratio is on the same side of `equal` as the figure: the same of two settings is faster
 
 A figure of a source without a prediction counts as not near.
 """
