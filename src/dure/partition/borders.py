@@ -22,7 +22,7 @@ from dure.core.user_code import explain_user_errors
 from dure.errors import UsageError
 from dure.job.data.dataset import Batch, described, tensors
 from dure.partition.blocks import block_name, first_samples
-from dure.partition.tensor.ways import Recording, Ways
+from dure.partition.tensor.ways import Activations, Recording, Ways
 
 if TYPE_CHECKING:
     from dure.job.job import Job
@@ -103,19 +103,6 @@ class BlockCost:
 
     flops: float
     kept: Mapping[int, int]
-
-
-class Activations(NamedTuple):
-    """Bytes of the memory that autograd keeps for the backward of some blocks: of all of them, and of each alone."""
-
-    nbytes: int
-    blocks: Sequence[int]
-
-    @classmethod
-    def of(cls, kept: Sequence[Mapping[int, int]]) -> Activations:
-        """Those of blocks that keep these memories, by their numbers."""
-        together = {place: nbytes for block in kept for place, nbytes in block.items()}
-        return cls(sum(together.values()), [sum(block.values()) for block in kept])
 
 
 class KeptMemory(NamedTuple):

@@ -23,7 +23,7 @@ from dure.partition.blocks import (
     tied,
     tied_stages,
 )
-from dure.partition.borders import Activations, Border, KeptMemory, MeasuredPass, measure, whole_borders
+from dure.partition.borders import Border, KeptMemory, MeasuredPass, measure, whole_borders
 from dure.partition.cut import ANY, Speeds, cut_of
 from dure.partition.profile import PassShare, counted, share
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from dure.partition.profile import Profile
     from dure.partition.shared_layers import SharedLayers
     from dure.partition.tensor.plan import ParameterShard, SplitPlan
-    from dure.partition.tensor.ways import PassCost
+    from dure.partition.tensor.ways import Activations, PassCost
 
 
 Known = TypeVar("Known")

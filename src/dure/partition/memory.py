@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from dure.core.vectors import equal_ranges
 from dure.partition.blocks import blocks_of, call_of, first_samples, is_one_block
-from dure.partition.borders import Activations, KeptMemory, measure
+from dure.partition.borders import KeptMemory, measure
 from dure.partition.programmed import Programmed
 from dure.partition.schedule import Orders, schedule, weights_read
 
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from dure.job.replica import Replica
     from dure.partition.layout import StageLayout
     from dure.partition.pipeline import Pipeline
+    from dure.partition.tensor.ways import Activations
 
 
 class MemoryUse(NamedTuple):
@@ -83,7 +84,7 @@ def frozen_nbytes(modules: Iterable[nn.Module]) -> int:
     return sum(frozen.values())
 
 
-OfChunk = Callable[[int, int], Activations]
+OfChunk = Callable[[int, int], "Activations"]
 """What autograd keeps at a worker for the backward of a chunk, for a micro-batch of so many samples."""
 
 

@@ -40,11 +40,10 @@ from dure.partition.tensor.ways import CollectiveCall
 if TYPE_CHECKING:
     from dure.core.meter import Meter
     from dure.core.node import Group, Node
-    from dure.partition.borders import Activations
     from dure.partition.layout import Held, StageLayout
     from dure.partition.orders import Action
     from dure.partition.stage_module import StageModule
-    from dure.partition.tensor.ways import PassCost, Piece
+    from dure.partition.tensor.ways import Activations, PassCost, Piece
 
 
 class WayCollectives:
@@ -277,8 +276,7 @@ END = PieceShare(0.0, 0.0, None)
 def piece_shares(cost: PassCost, forward: float, backward: float) -> list[PieceShare]:
     """The pieces of a forward, of a backward, or of both, that take these shares of the time of the model's.
 
-    >>> from dure.partition.borders import Activations
-    >>> from dure.partition.tensor.ways import PassCost, Piece
+    >>> from dure.partition.tensor.ways import Activations, PassCost, Piece
     >>> piece_shares(PassCost([Piece(10, None)], [Piece(30, None)], Activations(0, [])), 0.5, 0.25)
     [PieceShare(forward=0.5, backward=0.25, call=None)]
     """

@@ -23,8 +23,8 @@ from dure.errors import UsageError
 from dure.job.gradient_engine import Isolated
 from dure.job.replica import Replica
 from dure.partition.blocks import first_samples
-from dure.partition.borders import Activations, Kept
-from dure.partition.tensor.ways import PassCost, Recording, Ways, refused
+from dure.partition.borders import Kept
+from dure.partition.tensor.ways import Activations, PassCost, Recording, Ways, refused
 
 if TYPE_CHECKING:
     from dure.job.job import Job

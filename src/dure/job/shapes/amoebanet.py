@@ -106,7 +106,7 @@ class Halved(nn.Module):
         return found
 
 
-class Cell(nn.Module):
+class ImageCell(nn.Module):
     """A cell of `channels`; the two cells before have `last` and `before` channels.
 
     `halved`: the last cell halves the image, so that the outputs of the one before have twice the pixels.
@@ -157,7 +157,7 @@ def network(layers: int, filters: int) -> nn.Sequential:
     halved = False
     for wiring in (HALVING, HALVING, *part, HALVING, *part, HALVING, *part):
         channels *= 2 if wiring is HALVING else 1
-        blocks.append(Cell(wiring, last, before, channels, halved=halved))
+        blocks.append(ImageCell(wiring, last, before, channels, halved=halved))
         last, before, halved = channels * len(wiring.joined), last, wiring is HALVING
     return nn.Sequential(*blocks, CellClassifier(last))
 

@@ -24,9 +24,9 @@ Korthikanti et al., "Reducing Activation Recomputation", arXiv 2205.05198, secti
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,9 +35,6 @@ from torch.autograd import Function
 from dure.core.flop_counter import FlopCounter
 from dure.core.node import Ghost
 from dure.partition.backward import DeviceSpeed, Roofline
-
-if TYPE_CHECKING:
-    from dure.partition.borders import Activations
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "exchange"]
 
@@ -259,6 +256,19 @@ class Piece(NamedTuple):
 
     flops: float
     call: CollectiveCall | None
+
+
+class Activations(NamedTuple):
+    """Bytes of the memory that autograd keeps for the backward of some blocks: of all of them, and of each alone."""
+
+    nbytes: int
+    blocks: Sequence[int]
+
+    @classmethod
+    def of(cls, kept: Sequence[Mapping[int, int]]) -> Activations:
+        """Those of blocks that keep these memories, by their numbers."""
+        together = {place: nbytes for block in kept for place, nbytes in block.items()}
+        return cls(sum(together.values()), [sum(block.values()) for block in kept])
 
 
 class PassCost(NamedTuple):
