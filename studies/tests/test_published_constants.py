@@ -108,7 +108,7 @@ def test_at_most_four_constants_are_fitted_and_all_name_the_rows_that_they_were_
         "process": "T",
         "threads": "T",
         "early pushes": "T",
-        "barrier": "T",
+        "early pulls": "T",
     }
     letters = {row.id.rstrip("0123456789") for source in published() for row in source.rows}
     assert set(ALL_SOURCES) <= letters

@@ -9,8 +9,10 @@ import pytest
 import torch
 from oracles.test_closed_forms import first_scene
 from support.machines import placed
+from support.wording import raising
 
 import dure
+from dure.errors import ClusterError
 from dure.job.job import load_job
 from dure.planner.bound import least_seconds
 from dure.planner.candidates import Scene
@@ -161,6 +163,37 @@ def test_variables_that_leave_during_backward_pass_the_queues_once_they_are_comp
         unpacked = max(unpacked, left) + nbytes / rate
     assert exchange.ends() == [pytest.approx(unpacked, rel=1e-9)]
     assert exchange.network.counters(0).bytes_sent == sum(sizes) + len(sizes) * HEADER
+
+
+@pytest.mark.parametrize("rate", [20e6, 2e9])
+def test_a_variable_is_pulled_as_soon_as_all_workers_have_pushed_it(rate: float) -> None:
+    """Of two workers, the slower decides: a pull passes the server's process, its card, and the worker's process."""
+    nbytes, slow, done = 400_000, 2.0, (0.25, 0.75)
+    completed = [CompletedVariable(nbytes, each) for each in done]
+    exchange = Exchange(2, [1], completed=completed, process=rate, overlap=True, early_pulls=True)
+    for worker, span in enumerate((1.0, slow)):
+        exchange.software.begin(worker, 0.0, span)
+    exchange.kernel.at(slow, lambda: exchange.send("server 0", "worker 0", 2 * nbytes))
+    process, wire = nbytes / rate, (nbytes + HEADER) / CARD
+    summed = done[1] * slow + process + wire + process  # the first variable has gone by then
+    pulled = summed + process + wire + process  # that of the other worker is packed after it
+    assert exchange.ends() == [pytest.approx(max(slow, pulled), rel=1e-9)]
+    assert exchange.network.counters("server 0").bytes_sent == 4 * (nbytes + HEADER)
+
+
+def test_early_pulls_hide_what_backward_leaves_time_for() -> None:
+    seconds = [
+        timed(scene(servers=ServerMachines(overlap=True, early_pulls=early, per_machine=per)), "bsp ps").seconds
+        for per in (False, True)
+        for early in (False, True)
+    ]
+    assert seconds[1] < seconds[0]
+    assert seconds[3] < seconds[2]
+
+
+def test_pulls_are_early_only_where_pushes_are() -> None:
+    with raising(ClusterError, "write overlap: true, too"):
+        ServerMachines(early_pulls=True)
 
 
 def test_a_machine_sums_a_variable_once_its_slower_worker_has_it() -> None:

@@ -29,7 +29,7 @@ import math
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 import yaml
@@ -169,7 +169,7 @@ class ServerMachines(Validated):
     seconds of a process, at each end, for a variable of a push or a pull. `process`: bytes of these that a process
     packs or unpacks in a second; None: without limit. `threads`: variables that it packs at once. `per_machine`: the
     workers of a machine push and pull as one. `overlap`: with bsp, variables of a gradient are pushed during backward,
-    as soon as each is complete.
+    as soon as each is complete. `early_pulls`: then each is pulled as soon as all workers have pushed it.
     """
 
     cores: Cores = 4
@@ -180,12 +180,20 @@ class ServerMachines(Validated):
     threads: int = Field(default=1, ge=1, le=1024)
     per_machine: bool = False
     overlap: bool = False
+    early_pulls: bool = False
+
+    @model_validator(mode="after")
+    def _pulls_follow_pushes(self) -> Self:
+        if self.early_pulls and not self.overlap:
+            problem = "variables are pulled early only if they are pushed during backward: write overlap: true, too"
+            raise FieldError(("early_pulls",), problem)
+        return self
 
     @property
     def software(self) -> dict[str, Any]:
         """The keys of software that are given, with their values."""
         given = {"variable": self.variable, "process": self.process, "per_machine": self.per_machine}
-        given |= {"overlap": self.overlap}
+        given |= {"overlap": self.overlap, "early_pulls": self.early_pulls}
         return {name: value for name, value in given.items() if value}
 
 

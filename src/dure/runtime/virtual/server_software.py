@@ -22,7 +22,9 @@ the first of them pushes the sum, and pulls for all; an all-gather inside the ma
 The servers apply one update for each machine.
 
 With `overlap`, the variables of a gradient are pushed as soon as backward has completed them, in its order, as graphs
-of TensorFlow do. The push itself then waits for the last of them, and sends nothing more.
+of TensorFlow do. The push itself then waits for the last of them, and sends nothing more. With `early_pulls`, each is
+pulled as soon as all workers have pushed it: `distributed_replicated` of tf_cnn_benchmarks has a barrier for each
+variable. A server's update still counts once, after the last.
 """
 
 from __future__ import annotations
@@ -81,8 +83,8 @@ class CompletedVariable(NamedTuple):
     done: float
 
 
-class EarlyPush:
-    """A push whose pieces leave during backward: those that have not arrived, and what follows the last."""
+class EarlyMessage:
+    """A push or a pull whose pieces leave before it: those that have not arrived, and what follows the last."""
 
     __slots__ = ("_left", "_then")
 
@@ -91,7 +93,7 @@ class EarlyPush:
         self._then: Callable[[], None] | None = None
 
     def arrived(self) -> None:
-        """Count a piece that the server has unpacked."""
+        """Count a piece that the receiver has."""
         self._left -= 1
         self._follow()
 
@@ -143,11 +145,14 @@ class ServerSoftware:
             network.node(name): list(_completed_pieces(found, cluster.small))
             for name, found in (completed or {}).items()
         }
+        self._early_pulls = servers.early_pulls
         self._computed: dict[int, list[tuple[float, float]]] = {}
-        self._pushes: dict[tuple[int, int], EarlyPush] = {}
+        self._started: dict[tuple[int, int], EarlyMessage] = {}  # by sender and receiver
+        self._summed: Counter[tuple[int, CompletedPiece]] = Counter()
         self._members: dict[int, list[int]] = {}
         for worker in workers:
             self._members.setdefault(network.machine(worker), []).append(worker)
+        self._pushing = list(dict.fromkeys(self._pushing_with(worker)[0] for worker in workers))
 
     def serves(self, name: str) -> bool:
         """Whether a node is a server."""
@@ -163,7 +168,7 @@ class ServerSoftware:
             self._gather(message, server, src + dst - server)
         else:
             deliver = partial(_deliver, self._network, [message])
-            early = self._pushes.pop((src, dst), None)
+            early = self._started.pop((src, dst), None)
             if early is not None:
                 early.ends(deliver)
             else:
@@ -182,7 +187,9 @@ class ServerSoftware:
             return
         del self._computed[members[0]]
         for server, pieces in self._early.items():
-            push = self._pushes[members[0], server] = EarlyPush(len(pieces))
+            push = self._started[members[0], server] = EarlyMessage(len(pieces))
+            if self._early_pulls:
+                self._started[server, members[0]] = EarlyMessage(len(pieces))
             for piece in pieces:
                 ready = max(begun + taken * piece.done for begun, taken in spans)
                 self._kernel.at(ready, partial(self._leave, push, piece, server, members))
@@ -192,14 +199,34 @@ class ServerSoftware:
         machine = self._network.machine(worker)
         return self._members[machine] if self._machines[machine] > 1 else (worker,)
 
-    def _leave(self, push: EarlyPush, piece: CompletedPiece, server: int, members: Sequence[int]) -> None:
+    def _leave(self, push: EarlyMessage, piece: CompletedPiece, server: int, members: Sequence[int]) -> None:
         """Sum a piece in its machine, and send it."""
         summed = self._inside("reduce_scatter", piece.nbytes, members) if len(members) > 1 else self._kernel.now
-        self._kernel.at(summed, partial(self._pack, push, piece, self._network.route(members[0], server)))
+        pair = self._network.route(members[0], server)
+        self._kernel.at(summed, partial(self._pack, piece, pair, partial(self._pushed, push, piece, server)))
 
-    def _pack(self, push: EarlyPush, piece: CompletedPiece, pair: Pair) -> None:
+    def _pushed(self, push: EarlyMessage, piece: CompletedPiece, server: int) -> None:
+        """Count a piece at its server. All workers pull it once all have pushed it."""
+        push.arrived()
+        if not self._early_pulls:
+            return
+        self._summed[server, piece] += 1
+        if self._summed[server, piece] == len(self._pushing):
+            del self._summed[server, piece]
+            for worker in self._pushing:
+                pull = self._started[server, worker]
+                then = partial(self._pulled, pull, piece, self._pushing_with(worker))
+                self._pack(piece, self._network.route(server, worker), then)
+
+    def _pulled(self, pull: EarlyMessage, piece: CompletedPiece, members: Sequence[int]) -> None:
+        """Share a piece in a machine, and count it."""
+        part = -(-piece.nbytes // len(members))
+        shared = self._inside("all_gather", part, members) if len(members) > 1 else self._kernel.now
+        self._kernel.at(shared, pull.arrived)
+
+    def _pack(self, piece: CompletedPiece, pair: Pair, then: Callable[[], None]) -> None:
         seconds = piece.variables * self._variable + piece.nbytes * self._byte
-        message = VariablesMessage(self, pair, piece.nbytes + self._header, seconds, push.arrived)
+        message = VariablesMessage(self, pair, piece.nbytes + self._header, seconds, then)
         end = self._packer(pair.src).reserve(self._kernel.now, seconds)
         self._kernel.at(end, partial(self._packed, message, self._lives(pair)))
 
@@ -274,7 +301,7 @@ class ServerSoftware:
         first = max(waiting, key=lambda each: each.nbytes)
         members = self._members[machine]
         deliver = partial(_deliver, network, waiting)
-        early = self._pushes.pop((members[0], server), None) if pushed else None
+        early = self._started.pop((members[0], server) if pushed else (server, members[0]), None)
         if early is not None:
             early.ends(deliver)
         elif pushed:
@@ -294,8 +321,9 @@ class ServerSoftware:
 
 
 class CompletedPiece(NamedTuple):
-    """Neighboring variables of a gradient: their bytes and number, and the share of a step after which all are done."""
+    """Piece `number` of a gradient, some `variables`: their bytes, and the share of a step after which all are done."""
 
+    number: int
     nbytes: int
     variables: int
     done: float
@@ -307,7 +335,7 @@ def _completed_pieces(completed: Sequence[CompletedVariable], small: int) -> Ite
     for number, each in enumerate(completed):
         nbytes, variables = nbytes + each.nbytes, variables + 1
         if nbytes > small or number == len(completed) - 1:
-            yield CompletedPiece(nbytes, variables, each.done)
+            yield CompletedPiece(number, nbytes, variables, each.done)
             nbytes = variables = 0
 
 

@@ -46,7 +46,7 @@ CHOSEN = {
     "process": ChosenConstant(("T",), 1e9, "`servers.process`, bytes/s", {"servers.process": 0.95e9}),
     "threads": ChosenConstant(("T",), None, "processes pack a variable on each core (`servers.threads`)"),
     "early pushes": ChosenConstant(("T",), None, "pushes during backward (`servers.overlap`)"),
-    "barrier": ChosenConstant(("T",), None, "pulls follow the update of all variables"),
+    "early pulls": ChosenConstant(("T",), None, "a variable is pulled once all have pushed it (`servers.early_pulls`)"),
 }
 """By name. Without rows, a start has NCCL's own seconds, a link of a mesh the bandwidth of its data sheet, and a
 process the middle of the usual range. Rules follow the sources of Horovod and TensorFlow, but were built in sight of
@@ -62,9 +62,10 @@ def used_by(cluster: Cluster) -> list[str]:
         return found + (["mesh"] if cluster.inside_of(0).kind == "mesh" else [])
     if cluster.servers.process is None:
         return []
-    found = ["spread", "process", "barrier"]
+    found = ["spread", "process"]
     found += ["threads"] if cluster.servers.threads > 1 else []
-    return found + (["early pushes"] if cluster.servers.overlap else [])
+    found += ["early pushes"] if cluster.servers.overlap else []
+    return found + (["early pulls"] if cluster.servers.early_pulls else [])
 
 
 def fitted_from(cluster: Cluster) -> tuple[str, ...]:

@@ -59,7 +59,7 @@ def of_spread(value: float) -> ModelVariant:
 PARTS = {
     "nothing": ModelVariant(),
     "spread of ranks": of_spread(0.0),
-    "overlap": ModelVariant({"engine.overlap": False}, {"servers.overlap": False}),
+    "overlap": ModelVariant({"engine.overlap": False}, {"servers.overlap": False, "servers.early_pulls": False}),
     "links inside hosts": ModelVariant(
         {"machines.inside": {"bandwidth": "1000 TB/s"}}, {"inside.bandwidth": "1000 TB/s"}
     ),
