@@ -3,6 +3,7 @@
     near     within 15 %, and the lost part (1 - ratio) within the larger of 0.03 and 30 % of it
     inside   the figure is in the predicted interval, which is narrower than a factor of 1.5
     order    Kendall's tau-b of predictions and figures
+    within   within 15 %, of rows that divide a model
     right    the predicted ratio is on the same side of `equal` as the figure: the same of two settings is faster
 
 A figure of a source without a prediction counts as not near.
@@ -22,6 +23,9 @@ WITHIN, LOST, LEAST_LOST = 0.15, 0.30, 0.03
 NARROW = 1.5
 LOSS = 0.1
 """From this lost part on, a figure counts among those with a loss."""
+
+DIVIDED = ("G5", "G8", "P1", "P3", "TT6", "M1", "U9")
+"""The rows of tensor parallelism, pipelines, and both; without G6 and G7, whose source does not state what decides."""
 
 
 class RatioPair(NamedTuple):

@@ -110,11 +110,11 @@ def _of_source(source: Source, wanted: str | None) -> Iterable[Row]:
 
 
 def _scores(rows: Sequence[Row]) -> list[Row]:
-    """The scores of the figures that are scored, of those with a loss, and of classes B and C, where there are some.
+    """The scores of the listed figures, of those with a loss, of rows that divide a model, and of classes B and C.
 
     `predicted` counts the figures that have a prediction: others are neither near, inside nor right.
     """
-    from dure_studies.published.score import is_inside, score, scored, with_loss
+    from dure_studies.published.score import DIVIDED, WITHIN, is_inside, score, scored, with_loss
 
     listed = scored()
     chosen = [row for row in rows if row["figure"] in listed.get(row["id"], ())]
@@ -124,6 +124,9 @@ def _scores(rows: Sequence[Row]) -> list[Row]:
         for name, some in (("class A, data parallelism", chosen), ("of these, with a loss above 0.1", lossy))
         if some
     ]
+    if divided := [row for row in rows if row["id"] in DIVIDED and row["class"] != "C"]:
+        counts = {"of": "tensor parallelism and pipelines", "figures": len(divided), "predicted": _predicted(divided)}
+        found.append({**counts, "within": sum(abs(_pair(row).error) <= WITHIN for row in divided) / len(divided)})
     of_kind = {kind: [row for row in rows if row["class"] == kind] for kind in ("B", "C")}
     inside = sum("low" in row and is_inside(row["low"], row["high"], row["measured"]) for row in of_kind["B"])
     right = sum(row.get("right", False) for row in of_kind["C"])
@@ -242,6 +245,8 @@ def _score_line(score: Row) -> str:
     start = f"{score['of']} ({figures} figure{'s' * (figures > 1)}, {covered}):"
     if "inside" in score:
         return f"{start} {score['inside']:.0%} inside an interval below a factor of 1.5"
+    if "within" in score:
+        return f"{start} {score['within']:.0%} within 15 %"
     if "right" in score:
         return f"{start} {score['right']:.0%} in the right order"
     return (
