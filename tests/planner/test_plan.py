@@ -97,6 +97,7 @@ def test_the_smallest_change_makes_a_model_fit_that_fits_nowhere():
         ({"job": ""}, "no job is named"),
         ({"job": "digits-mlp", "on": "nowhere"}, '"nowhere" is no place of a plan and no file'),
         ({"job": "digits-mlp", "on": "virtual", "target": 0.9, "target_loss": 1.0}, "target"),
+        ({"job": "resnet50:batch=8"}, "resnet50:batch=8 has shapes and no values, so its steps"),
     ],
 )
 def test_wrong_options_are_refused_with_a_sentence(options, sentence):

@@ -31,6 +31,7 @@ import torch
 
 from dure.core.node import Address
 from dure.errors import PeerLost, UsageError
+from dure.job.initial_model import is_on_meta
 from dure.job.replica import Replica
 from dure.planner.probe.advice import advice
 from dure.planner.probe.description import described, stragglers, wire_of
@@ -85,6 +86,11 @@ def probe(
     """
     if workers < 1:
         raise UsageError(f"workers counts the workers of this machine and must be >= 1, got {workers}.")
+    if job is not None and is_on_meta(job):
+        raise UsageError(
+            f"{name or 'the job'} has shapes and no values, so its steps cannot be measured here. A plan can name "
+            'machines instead, as in --on "1x8 a100-sxm4-40gb" (dure devices), or a cluster file.'
+        )
     found = _measured(job, _named(codecs), key_file, min(workers, MOST_MEMBERS) if curves else 1)
     if found is None:
         return None
