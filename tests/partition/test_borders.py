@@ -4,7 +4,7 @@ import pytest
 import torch
 from support.wording import raising
 from torch import nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 import dure
 from dure.errors import UsageError
@@ -12,7 +12,8 @@ from dure.job.data.dataset import called
 from dure.job.models.mlp import mlp
 from dure.job.replica import Replica
 from dure.job.shapes.images import vgg16
-from dure.partition.borders import Border, BorderTensor
+from dure.job.shapes.transformers import DecoderLayer, Sizes
+from dure.partition.borders import Border, BorderTensor, with_kept
 from dure.partition.layout import StageLayout
 
 
@@ -188,3 +189,18 @@ def test_a_model_without_values_is_measured_too():
     assert (tensor.dtype, tensor.gradient) == (torch.float32, True)
     images = 2 * 3 * 224 * 224 * 4
     assert layout.activations(0, 2).nbytes > 10 * images
+
+
+def test_attention_on_the_meta_device_keeps_its_inputs_and_output_and_no_weights():
+    with torch.device("meta"):
+        layer = DecoderLayer(Sizes(64, 4, 2, 128)).bfloat16()
+
+        def kept(sequence):
+            inputs = torch.empty(1, sequence, 64, dtype=torch.bfloat16, requires_grad=True)
+            return sum(with_kept(layer, [], lambda: layer(inputs))[1].values())
+
+        assert kept(2048) == pytest.approx(2 * kept(1024), rel=0.01)
+        query = torch.empty(1, 4, 1024, 16, dtype=torch.bfloat16, requires_grad=True)
+        key, value = torch.empty_like(query), torch.empty_like(query)
+        _, found = with_kept(nn.Identity(), [], lambda: scaled_dot_product_attention(query, key, value, is_causal=True))
+        assert sorted(found.values()) == [query.nbytes] * 4

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from dure.core.flop_counter import FlopCounter
@@ -198,21 +200,59 @@ def _versions(found: Sequence[Tensor]) -> list[tuple[Tensor, int]]:
 class Kept(torch.autograd.graph.saved_tensors_hooks):
     """Context that finds the memory that autograd saves for the backward of a block, without its parameters.
 
-    `nbytes` has the bytes of each memory by a number of the memory; `alive` gets a tensor of each.
+    `nbytes` has the bytes of each memory by a number of the memory; `alive` gets a tensor of each. On the meta device
+    attention keeps its inputs and its output, as the kernels of accelerators do, and not the weights of its steps.
     """
 
     def __init__(self, block: nn.Module, alive: list[Tensor]) -> None:
         self.nbytes: dict[int, int] = {}
         self._own = {each.untyped_storage()._cdata for each in block.parameters()}
         self._alive = alive
+        self._attends = False
+        self._attention = _Attention(self)
         super().__init__(self._keep, _same)
+
+    def __enter__(self) -> None:
+        self._attention.__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self._attention.__exit__(*error)  # type: ignore[no-untyped-call]
 
     def _keep(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()  # has a number of its own on the meta device too, where `data_ptr` is 0
-        if storage._cdata not in self._own:
+        if not self._attends and storage._cdata not in self._own:
             self.nbytes[storage._cdata] = storage.nbytes()
             self._alive.append(tensor.detach())
         return tensor.detach()  # an operation that keeps its own output would keep itself, and never be freed
+
+    def attend(self, compute: Callable[[], Tensor], inputs: Any) -> Tensor:
+        """The result of `compute`, of which `inputs` and the result are kept."""
+        self._attends = True
+        try:
+            out = compute()
+        finally:
+            self._attends = False
+        if torch.is_grad_enabled() and out.requires_grad:
+            for each in tree_leaves((inputs, out)):
+                if isinstance(each, Tensor):
+                    self._keep(each)
+        return out
+
+
+class _Attention(TorchFunctionMode):
+    """Context that gives attention on the meta device, which takes it in steps, to `Kept`."""
+
+    def __init__(self, kept: Kept) -> None:
+        super().__init__()
+        self._kept = kept
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is scaled_dot_product_attention and args[0].is_meta:
+            return self._kept.attend(lambda: func(*args, **kwargs), (args, kwargs))
+        return func(*args, **kwargs)
 
 
 def _same(tensor: Tensor) -> Tensor:
