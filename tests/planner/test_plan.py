@@ -23,7 +23,7 @@ from dure.planner import search as searching
 from dure.planner import side_by_side
 from dure.planner.candidates import ONE, Scene
 from dure.planner.commands import Command, command_of
-from dure.planner.explain import unstated, why, would_change
+from dure.planner.explain import bottlenecks, unstated, why, would_change
 from dure.planner.learning import learned
 from dure.planner.options import PlanOptions
 from dure.planner.plan import LARGE, plan
@@ -158,6 +158,14 @@ def test_the_answer_says_that_others_were_not_timed():
     assert found.found.left
     assert f"{len(found.found.left)} others were not timed" in " ".join(found.why)
     assert "no other" not in " ".join([*found.why, *sentences(found.values())])
+
+
+def test_a_bottleneck_is_unknown_where_the_seconds_did_not_suffice():
+    cluster = Cluster(machines=(Machines(count=4),), link=Link(bandwidth="1 Mbit/s"))
+    here = Scene(load_job("digits-mlp"), cluster, batch=128)
+    rows = [ranked("bsp", timed(here, "bsp"), here)]
+    assert bottlenecks(here, rows, Deadline(-1.0)) == {}
+    assert bottlenecks(here, rows, Deadline(60.0))["bsp"].startswith("network")
 
 
 def few(monkeypatch, *strategies):

@@ -74,7 +74,8 @@ def valueless(scene: Scene) -> list[str]:
 def bottlenecks(scene: Scene, rows: Sequence[Ranked], deadline: Deadline) -> dict[str, str]:
     """The bottleneck of strategies: the network, unequal workers, bubbles of a pipeline, or computation.
 
-    The network's part of a step is the time that a free network would save. Unequal workers likewise.
+    The network's part of a step is the time that a free network would save. Unequal workers likewise. A strategy that
+    the seconds did not suffice for has none.
     """
     cluster = scene.cluster
     scenes = [scene.on(with_free_network(cluster)), scene.on(with_equal_workers(cluster))]
@@ -85,7 +86,8 @@ def bottlenecks(scene: Scene, rows: Sequence[Ranked], deadline: Deadline) -> dic
         timing = found[number, row.strategy]
         return 1 - timing.seconds / row.timing.seconds if isinstance(timing, Timing) else 0.0
 
-    known = [row for row in rows if all(found[number, row.strategy] is not None for number in range(len(scenes)))]
+    late = {strategy for (_, strategy), timing in found.items() if isinstance(timing, float)}
+    known = [row for row in rows if row.strategy not in late]
     return {row.strategy: _bottleneck(row, saved(0, row), saved(1, row)) for row in known}
 
 
