@@ -141,6 +141,7 @@ def plan_values() -> dict[str, Any]:
         "cluster": "lab.yaml",
         "workers": WORKERS,
         "parameters": PARAMETERS,
+        "optimizer": "sgd",
         "version": "0.9.0",
         "answer": {
             "strategy": best["strategy"],

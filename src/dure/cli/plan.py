@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from dure.core.packages import import_extra
 from dure.planner.candidates import ONE, PLAIN
-from dure.report.labels import NOTHING, bytes_text, count_text, seconds_text
+from dure.report.labels import NOTHING, bytes_text, samples_text, seconds_text
 from dure.run.emit import launch_of
 from dure.run.emit_targets import emitted
 
@@ -120,7 +120,7 @@ def table(values: dict[str, Any]) -> Any:
             row["strategy"] + (f" (+{row['servers']} machines)" if row["servers"] else ""),
             str(row["batch"]),
             seconds_text(row["seconds_per_step"]),
-            count_text(row["samples_per_second"]),
+            samples_text(row["samples_per_second"]),
             f"{row['factor']:.2f}",
             bytes_text(sum(row["memory"].values())),
             bytes_text(row["bytes_per_step"]),
@@ -150,8 +150,8 @@ def ending(values: dict[str, Any]) -> str:
         f"Seconds are predicted, in virtual time, for {values['cluster']}: {values['machines']}; with "
         f"{values['batch']} samples in a step of all workers. `{ONE}` is the fastest machine alone. `x samples` is the "
         "assumed number of samples for equal learning; `memory` and `sent/step` are those of one worker: "
-        "the largest memory, the mean of the bytes. The bottleneck of the best of each kind is looked for while time "
-        f"lasts; {NOTHING} stands for the others."
+        f"the largest memory, with the state of {values['optimizer']}, and the mean of the bytes. The bottleneck of the "
+        f"best of each kind is looked for while time lasts; {NOTHING} stands for the others."
     )
     lines.append(values["basis"])
     if values["answer"]["ddp_script"]:

@@ -95,6 +95,7 @@ def _values(plan: Ranking) -> dict[str, Any]:
         "basis": scene.cluster.basis(),
         "workers": scene.workers,
         "parameters": scene.model.replica.numel,
+        "optimizer": scene.job.optimizer.name,
         "batch": scene.batch,
         "time": "virtual",
         "version": __version__,

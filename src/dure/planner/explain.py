@@ -134,7 +134,8 @@ def why(search: Found, bottlenecks: Mapping[str, str]) -> list[str]:
                 "measures that."
             )
     else:
-        found.append("Plain data parallelism does not work here.")
+        reason = search.refused.get(PLAIN, "it was not timed").removesuffix(".")
+        found.append(f"Plain data parallelism does not work here: {reason}.")
     second = next((row for row in rows[1:] if row is not plain), None)
     if second is not None and winner.seconds_to_target is None:
         ratio = second.score / winner.score

@@ -17,7 +17,7 @@ from dure.planner.open_facts import ClusterFact, extremes, open_facts
 from dure.planner.ranking import Ranked, in_order, ranked, with_target
 from dure.planner.side_by_side import Deadline, timings
 from dure.planner.timing import Timing
-from dure.report.labels import count_text, seconds_text
+from dure.report.labels import samples_text, seconds_text
 
 if TYPE_CHECKING:
     from dure.planner.search import Found
@@ -222,7 +222,7 @@ MORE = "give more with --within"
 def _range(found: FactRanges, strategy: str) -> str:
     low, high = found.samples(strategy)
     short, long = map(seconds_text, _steps(found, strategy))
-    return f"{strategy} has {count_text(low)} to {count_text(high)} samples/s (steps of {short} to {long})"
+    return f"{strategy} has {samples_text(low)} to {samples_text(high)} samples/s (steps of {short} to {long})"
 
 
 def _alone(found: FactRanges, fact: ClusterFact) -> str:
@@ -235,7 +235,7 @@ def _alone(found: FactRanges, fact: ClusterFact) -> str:
         if row.strategy == found.best
     ]
     ends = (min(tried), max(tried))
-    return " to ".join(f"{count_text(samples)} ({words or 'as assumed'})" for samples, words in ends)
+    return " to ".join(f"{samples_text(samples)} ({words or 'as assumed'})" for samples, words in ends)
 
 
 def _how(fact: ClusterFact, on: str) -> str:

@@ -178,6 +178,11 @@ def count_text(count: float | None) -> str:
     return NOTHING if count is None else f"{count:,.0f}"
 
 
+def samples_text(rate: float) -> str:
+    """Samples per second: "12,345", or three digits of a small rate: "9.41"."""
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
+
+
 def number_text(value: float | None) -> str:
     """Four digits: "0.1234"."""
     if value is None:

@@ -169,6 +169,7 @@ def amoebanet_d(
     precision: str = "fp32",
     accumulate: int = 1,
     recompute: bool = False,
+    optimizer: str = "sgd",
 ) -> Job:
     """AmoebaNet-D of so many normal cells and filters. Raises `UsageError` for sizes that do not divide."""
     if layers < 3 or layers % 3:
@@ -176,4 +177,4 @@ def amoebanet_d(
     if filters < 8 or filters % 8:
         raise UsageError(f"amoebanet-d: filters must be a multiple of 8, such as 256, got {filters}.")
     shapes = Shapes("amoebanet-d", partial(network, layers, filters), cross_entropy, (3, 224, 224))
-    return shapes.job(batch, precision, accumulate, recompute)
+    return shapes.job(batch, precision, accumulate, recompute, optimizer)

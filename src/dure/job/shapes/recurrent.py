@@ -163,12 +163,17 @@ def network(layers: int) -> nn.Sequential:
 
 def _translator(name: str, layers: int) -> Callable[..., Job]:
     def translator(
-        sequence: int = 50, batch: int = 32, precision: str = "fp32", accumulate: int = 1, recompute: bool = False
+        sequence: int = 50,
+        batch: int = 32,
+        precision: str = "fp32",
+        accumulate: int = 1,
+        recompute: bool = False,
+        optimizer: str = "sgd",
     ) -> Job:
         if sequence < 1:
             raise UsageError(f"{name}: sequence must be at least 1, got {sequence}.")
         shapes = Shapes(name, partial(network, layers), next_loss, (2, sequence), (sequence,), torch.int64)
-        return shapes.job(batch, precision, accumulate, recompute)
+        return shapes.job(batch, precision, accumulate, recompute, optimizer)
 
     return translator
 

@@ -5,6 +5,7 @@ batch        samples of a worker in a step                                      
 precision    of matrix products: a key of `PRECISIONS`, which has the type of all values  fp32
 accumulate   mini-batches whose gradients a worker sums in a step, of `batch` together    1
 recompute    whether backward computes the forward of each block again                    false
+optimizer    whose state counts in the memory of a worker                                 sgd
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from dure.core.spec_text import names
 from dure.errors import UsageError
 from dure.job.data.dataset import Data
 from dure.job.job import PRECISIONS, Job
+from dure.job.optimizer import OptimizerSpec
 
 LENGTH = 100_000
 """Samples of the data set, which has no values."""
@@ -38,7 +40,7 @@ class Shapes(NamedTuple):
     target: tuple[int, ...] = ()
     dtype: torch.dtype = torch.float32
 
-    def job(self, batch: int, precision: str, accumulate: int, recompute: bool) -> Job:
+    def job(self, batch: int, precision: str, accumulate: int, recompute: bool, optimizer: str) -> Job:
         """The job with these parameters. Raises `UsageError` for values that it cannot have."""
         if precision not in PRECISIONS:
             raise UsageError(f"{self.name}: precision must be one of {names(PRECISIONS)}, got {precision!r}.")
@@ -55,6 +57,7 @@ class Shapes(NamedTuple):
             accumulate=accumulate,
             precision=precision,
             recompute=recompute,
+            optimizer=OptimizerSpec.parse(optimizer),
             steps=10,
             source="shapes of a published model, no values",
         )
@@ -63,8 +66,10 @@ class Shapes(NamedTuple):
 def function_of(shapes: Shapes) -> Callable[..., Job]:
     """The function of a job whose model has no parameters of its own."""
 
-    def shaped(batch: int = 32, precision: str = "fp32", accumulate: int = 1, recompute: bool = False) -> Job:
-        return shapes.job(batch, precision, accumulate, recompute)
+    def shaped(
+        batch: int = 32, precision: str = "fp32", accumulate: int = 1, recompute: bool = False, optimizer: str = "sgd"
+    ) -> Job:
+        return shapes.job(batch, precision, accumulate, recompute, optimizer)
 
     return shaped
 

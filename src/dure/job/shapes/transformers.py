@@ -190,6 +190,7 @@ def transformer(
     precision: str = "fp32",
     accumulate: int = 1,
     recompute: bool = False,
+    optimizer: str = "sgd",
 ) -> Job:
     """A decoder; the defaults are those of GPT-2 with 124,439,808 parameters. `kv=0`: as many as heads.
 
@@ -213,7 +214,7 @@ def transformer(
         raise UsageError(f"transformer: ffn must be at least 1, or 0 for four times hidden, got {ffn}.")
     network = partial(decoder, sizes, layers, vocab, sequence)
     shapes = Shapes("transformer", network, next_loss, (sequence,), (sequence,), torch.int64)
-    return shapes.job(batch, precision, accumulate, recompute)
+    return shapes.job(batch, precision, accumulate, recompute, optimizer)
 
 
 # ---- encoders
@@ -287,12 +288,17 @@ def albert(layers: int, sizes: Sizes, vocab: int = 30_000, width: int = 128) -> 
 
 def _encoder(name: str, network: Callable[[], nn.Module]) -> Callable[..., Job]:
     def encoder(
-        sequence: int = 128, batch: int = 32, precision: str = "fp32", accumulate: int = 1, recompute: bool = False
+        sequence: int = 128,
+        batch: int = 32,
+        precision: str = "fp32",
+        accumulate: int = 1,
+        recompute: bool = False,
+        optimizer: str = "sgd",
     ) -> Job:
         if not 1 <= sequence <= 512:
             raise UsageError(f"{name}: sequence must be from 1 to its 512 places, got {sequence}.")
         shapes = Shapes(name, network, pretraining_loss, (sequence,), (1 + sequence,), torch.int64)
-        return shapes.job(batch, precision, accumulate, recompute)
+        return shapes.job(batch, precision, accumulate, recompute, optimizer)
 
     return encoder
 
