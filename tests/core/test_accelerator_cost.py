@@ -56,3 +56,9 @@ def test_a_reduce_scatter_and_an_all_gather_are_half_a_ring(kind):
 
 def test_one_rank_sends_nothing():
     assert cost("all_reduce", 100, levels(1, 1)) == (0.0, (0,), (0,), (0,), (0,), (0,))
+
+
+def test_a_hop_between_hosts_that_is_slower_than_a_tree_s_slows_the_tree_too():
+    near, far = (Levels([0, 0, 1, 1], 0.0, LinkLevel(100e9, 3e-6), LinkLevel(10e9, hop)) for hop in (10e-6, 1.0))
+    assert tree(8, far) - tree(8, near) == pytest.approx(2 * (1.0 - 50e-6))
+    assert cost("all_reduce", 2, far).seconds > 2.0

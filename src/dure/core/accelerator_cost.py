@@ -4,11 +4,12 @@ N ranks are on h hosts, g on each. A ring inside a host moves B_in bytes per sec
 hop takes l_in or l_out seconds. S bytes are reduced; a is the start of a collective:
 
     ring        a + p (2 (N - h) l_in + 2 (h - 1) l_out) + 2 (N - 1) / N S / min(B_in, B_out)     p = 1.9 if h > 1
-    tree        a + 2 (28 us (g - 1) + 50 us floor(log2 h)) + 2 S / (0.9 min(B_in, B_out))
+    tree        a + 2 (t_in (g - 1) + t_out floor(log2 h)) + 2 S / (0.9 min(B_in, B_out))
     two-level   a + 2 (g - 1) l_in + 2 (h - 1) l_out + 2 (g - 1) / g S / B_in + 2 (h - 1) / h S / B_out
 
-B_out is at most the share that a ring of the hosts has of an uplink of a rack, or of a line between sites. Their
-latencies are added twice: once around that ring, or of a tree the largest.
+A hop of a tree takes t_in = max(28 us, l_in) or t_out = max(50 us, l_out). B_out is at most the share that a ring of
+the hosts has of an uplink of a rack, or of a line between sites. Their latencies are added twice: once around that
+ring, or of a tree the largest.
 
 Two levels are a reduce-scatter inside each host, rings of h ranks over the cards, and an all-gather inside. For large S
 they beat the ring if and only if B_in > h B_out. Without a choice, an all-reduce takes the faster of ring and tree.
@@ -37,7 +38,7 @@ TREE_RATE = 0.9
 """Share of the bandwidth that a tree has."""
 
 TREE_INSIDE, TREE_ACROSS = 28e-6, 50e-6
-"""Seconds of a hop of a tree in one direction: along the chain inside a host, and between hosts."""
+"""Least seconds of a hop of a tree in one direction: along the chain inside a host, and between hosts."""
 
 _FREE = FreePath(0.0, 0.0, 1.0)  # for the bytes of a ring; its seconds are not used
 
@@ -110,7 +111,8 @@ def ring(nbytes: int, levels: Levels) -> float:
 
 def tree(nbytes: int, levels: Levels) -> float:
     """Seconds of an all-reduce of `nbytes` by a pair of trees."""
-    hops = (levels.most - 1) * TREE_INSIDE + (levels.count.bit_length() - 1) * TREE_ACROSS
+    inside, across = max(TREE_INSIDE, levels.inside.hop), max(TREE_ACROSS, levels.across.hop)
+    hops = (levels.most - 1) * inside + (levels.count.bit_length() - 1) * across
     moved = 2 * nbytes / (TREE_RATE * levels.bandwidth) + 2 * max(levels.latencies, default=0.0)
     return levels.start + 2 * hops + moved
 
