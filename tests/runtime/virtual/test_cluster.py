@@ -504,3 +504,23 @@ def test_a_copy_has_the_properties_of_its_own_values():
     assert (many.workers, many.machine_of(4)) == (5, 4)
     with raising(ClusterError, "card"):
         few.model_copy(update={"card": Card(count=2)})
+
+
+@pytest.mark.parametrize(
+    ("gpu", "said", "bandwidth", "latency"),
+    [
+        ("a100-sxm4-40gb", {}, 230e9, 3.4e-6),
+        ("a100-sxm4-40gb", {"bandwidth": "12 GB/s", "latency": "10 us"}, 12e9, 10e-6),  # those that count by default
+        ("a100-sxm4-40gb", {"latency": "5 us"}, 230e9, 5e-6),
+        ("a100-sxm4-40gb", {"kind": "switch"}, 230e9, 3.4e-6),
+        ("a100-pcie-40gb", {"kind": "pcie-host"}, 11e9, 5.7e-6),
+        ("a100-pcie-40gb", {"kind": "pcie", "bandwidth": "10 GB/s"}, 10e9, 5.7e-6),
+    ],
+)
+def test_what_is_stated_of_links_inside_counts_and_the_rest_is_that_of_the_device(
+    gpu: str, said: dict[str, str], bandwidth: float, latency: float
+) -> None:
+    machines = {"count": 2, "gpus": 4, "gpu": gpu}
+    for given in ({"machines": [machines], "inside": said}, {"machines": [{**machines, "inside": said}]}):
+        found = Cluster(**given).inside_of(0)
+        assert (found.bandwidth, found.latency) == (bandwidth, latency)

@@ -523,10 +523,12 @@ class Cluster(Validated):
         return self._inside(self._kinds[machine]) if machine < len(self._kinds) else self.inside
 
     def _inside(self, kind: Machines) -> InsideLink:
-        """The link of a kind: its own, that of the cluster if it is given, or the usual one of its device."""
-        if kind.inside is not None or kind.gpu is None or self.inside != InsideLink():
-            return kind.inside or self.inside
-        return device_inside(kind.gpu)
+        """The link of a kind: its own or that of the cluster as far as it is stated, the rest that of its device."""
+        given = kind.inside or self.inside
+        if kind.gpu is None or "bandwidth" in given.model_fields_set:
+            return given
+        usual = device_inside(kind.gpu) if given.kind is None else usual_inside(kind.gpu, given.kind)
+        return usual.changed(latency=given.latency) if "latency" in given.model_fields_set else usual
 
     def network_bandwidth(self, kind: Machines) -> float:
         """Bytes per second of all network cards of a machine of a kind."""
