@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from support.wording import raising
 
+from dure.cli.main import main
 from dure.errors import UsageError
 from dure.job.job import load_job
 from dure.planner.open_facts import SPEEDS
@@ -16,6 +17,8 @@ from dure_studies.published.constants import fitted_from
 from dure_studies.published.predict import cluster_of, predict
 from dure_studies.published.rows import missing, published, read
 from dure_studies.published.score import RatioPair, is_inside, kendall, score, scored, with_loss
+
+PAGE = Path(__file__).parents[2] / "docs" / "reproduce.md"
 
 OWN = """
 source: our laboratory
@@ -73,6 +76,10 @@ def test_each_published_row_has_a_prediction_or_the_piece_that_it_lacks() -> Non
     counts = {"H": 10, "T": 8, "D": 5, "L": 8, "G": 8, "N": 7, "P": 6, "PD": 6, "TT": 7, "M": 6, "U": 16, "S": 2}
     expected = {f"{key}{number}" for key, count in counts.items() for number in range(1, count + 1)}
     assert predicted | lacking.keys() == expected - {"G1"}  # G1 is a calibration
+    page = PAGE.read_text()
+    for piece in set(lacking.values()):
+        rows = ", ".join(row for row, other in lacking.items() if other == piece)
+        assert f"| {rows} | {piece} |" in page
     assert all(lacking.values())
 
 
@@ -203,8 +210,11 @@ def test_a_known_rate_of_another_job_needs_a_device(own: Path) -> None:
 
 def test_a_setting_that_cannot_be_timed_is_listed_with_the_reason(own: Path) -> None:
     own.write_text(OWN.replace('job: "alexnet:batch=64"', 'job: "alexnet:batch=64", strategy: "bsp gpipe:stages=3"'))
-    first, *_ = study.reproduce(rows=own, out=own.with_suffix(".svg"))["rows"]
+    found = study.reproduce(rows=own, out=own.with_suffix(".svg"))
+    first, *_ = found["rows"]
     assert "stages" in first["missing"]
+    lines = [each for each in study.table(found).renderables if isinstance(each, str)]
+    assert f"{first['id']}, {first['figure']}: {first['missing']}" in lines
 
 
 @pytest.mark.parametrize(
@@ -315,3 +325,11 @@ def test_most_published_rates_of_one_device_are_in_the_range_of_the_catalogues_s
         shares.append((one or 0.0) * device_seconds(job, name) / job.own_batch_size)
     low, high = SPEEDS.values()
     assert (len(shares), sum(low <= share <= high for share in shares)) == (28, 25)
+
+
+def test_brackets_and_colons_in_names_are_shown_as_they_are(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own.write_text(OWN.replace("our laboratory", "'[/x] :heart:'").replace("name: two hosts", "name: '[bold]'"))
+    assert main(["reproduce", "published", "--rows", str(own), "--out", str(own.with_suffix(".svg"))]) == 0
+    shown = capsys.readouterr().out
+    assert "[bold]" in shown
+    assert "source: [/x] :heart:" in shown

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TextIO
 
 from dure import __version__
@@ -144,9 +145,10 @@ def _show(what: Any, stream: TextIO) -> None:
     if isinstance(what, str):
         stream.write(printable(what) if stream.isatty() else what)  # a file gets the exact text
         return
-    console = Console(file=stream)
+    made = partial(Console, file=stream, markup=False, emoji=False)  # brackets and colons in names are no commands
+    console = made()
     if not console.is_terminal and "COLUMNS" not in os.environ:
-        console = Console(file=stream, width=WIDTH)
+        console = made(width=WIDTH)
     if callable(what):
         what(console)
     else:

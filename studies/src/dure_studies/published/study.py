@@ -174,7 +174,13 @@ def table(result: dict[str, Any]) -> Group:
     )
     figures = table_of(result["rows"], columns, caption, texts=("row", "figure", "decides"))
     alone = result["sources"] if len(result["sources"]) == 1 else []
-    return Group(figures, *_statements(alone), *_score_lines(result), *_lacking(result))
+    return Group(
+        figures,
+        *_unpredicted(result["rows"]),
+        *_statements(alone),
+        *_score_lines(result),
+        *_lacking(result),
+    )
 
 
 def _measured(row: Row) -> str:
@@ -185,7 +191,13 @@ def _order(row: Row) -> str:
     """The order of a figure of class C, and whether the prediction has it."""
     if "order" not in row:
         return ""
-    return f"{row['order']}: {'right' if row.get('right') else 'wrong'}"
+    return f"{row['order']}: {'right' if row['right'] else 'wrong'}" if "right" in row else f"{row['order']}"
+
+
+def _unpredicted(rows: Sequence[Row]) -> list[str]:
+    """A line for each figure without a prediction, with the reason."""
+    lines = [f"{row['id']}, {row['figure']}: {row['missing']}" for row in rows if "missing" in row]
+    return ["Not predicted:", *lines, ""] if lines else []
 
 
 def _statements(sources: Sequence[Row]) -> list[str]:
