@@ -79,12 +79,13 @@ def ratio(source: Source, row: PublishedRow, figure: Figure, values: Values, *, 
     at = described if than.cluster is None else than.cluster
     shared = row.set | than.set | _shared(values, figure) if than.cluster is None else dict(than.set)
     other = rate(at, one, job, strategy, shared)
-    if row.counted == "samples":
-        found = rate(described, figure.one, figure.job, figure.strategy, own) / (figure.one or 1.0)
-        return found / (other / (one or 1.0))
+    counts_samples = row.counted == "samples"
+    if counts_samples and figure.one is not None:  # each setting relative to its own worker alone
+        found = rate(described, figure.one, figure.job, figure.strategy, own) / figure.one
+        return found / (other / (one or figure.one))
     alone = figure.one or (None if one is None else _in_proportion(figure.job, job, one, described))
     found = rate(described, alone, figure.job, figure.strategy, own) / other
-    return found * _operations(figure.job) / _operations(job)
+    return found if counts_samples else found * _operations(figure.job) / _operations(job)
 
 
 def _in_proportion(job: str, known: str, one: float, described: Mapping[str, Any]) -> float:
