@@ -150,8 +150,8 @@ def ending(values: dict[str, Any]) -> str:
         f"Seconds are predicted, in virtual time, for {values['cluster']}: {values['machines']}; with "
         f"{values['batch']} samples in a step of all workers. `{ONE}` is the fastest machine alone. `x samples` is the "
         "assumed number of samples for equal learning; `memory` and `sent/step` are those of one worker: "
-        f"the largest memory, with the state of {values['optimizer']}, and the mean of the bytes. The bottleneck of the "
-        f"best of each kind is looked for while time lasts; {NOTHING} stands for the others."
+        f"the largest memory, with the state of {values['optimizer']}, and the mean of the bytes. The bottleneck of "
+        f"the best of each kind is looked for while time lasts; {NOTHING} stands for the others."
     )
     lines.append(values["basis"])
     if values["answer"]["ddp_script"]:
