@@ -103,6 +103,7 @@ def test_a_line_states_links_cards_and_transport() -> None:
     [
         ("2x8 t4 nvlink @ 10 Gbit/s", "'nvlink' is unknown"),
         ("2x8 t4 @ 10 Gbit/s roce", "'10 Gbit/s roce' is not a bandwidth"),
+        ("2x8 t4 @ 100", "100 has no unit: write 100 Gbit/s"),
         ("2x8 t4 @ 0x10 Gbit/s", "card.count: 0 must be at least 1"),
         ("2x8 t4 tcp", "'tcp' is unknown"),
     ],

@@ -3,8 +3,8 @@
 Of machines with accelerators:
 
     fact                      values                                   origin
-    speed of a GPU            0.6 and 2.1 of the catalogue's           25 of 28 published rates of one GPU, K80 to A100
-                                                                       (studies/, `one`); from 0.44 to 3.6 in all
+    speed of a GPU            0.6 and 2.1 of the catalogue's           26 of 28 published rates of one GPU, K80 to A100
+                                                                       (studies/, `one`); 0.44 and 0.59 are the others
     links inside a machine    mesh, switch, pcie, pcie-host; for a     `accelerators.INSIDE`
                               device with PCIe, the last two
     network cards of one      4 and 8, from 100 Gbit/s on              published hosts with 1 and 4 of 100, and 8 of 400

@@ -92,6 +92,8 @@ def test_layers_are_blocks_of_a_pipeline_and_split_over_workers() -> None:
         ("transformer:ffn=-1", "ffn must be at least 1"),
         ("transformer:form=bert", "form must be gpt or llama"),
         ("transformer:precision=fp12", "precision must be one of fp32"),
+        ("transformer:batch=999999999", "batch must be at most 100,000"),
+        ("transformer:layers=100000", "layers must be at most 1,000"),
         ("transformer:accumulate=64", "accumulate=64 divides a step of batch_size=32"),
         ("bert-base:sequence=513", "sequence must be from 1 to its 512 places"),
     ],

@@ -44,6 +44,8 @@ class Shapes(NamedTuple):
         """The job with these parameters. Raises `UsageError` for values that it cannot have."""
         if precision not in PRECISIONS:
             raise UsageError(f"{self.name}: precision must be one of {names(PRECISIONS)}, got {precision!r}.")
+        if batch > LENGTH:
+            raise UsageError(f"{self.name}: batch must be at most {LENGTH:,}, the samples of the job, got {batch:,}.")
         values = PRECISIONS[precision]
         inputs = torch.empty(LENGTH, *self.sample, dtype=self.dtype, device="meta")
         if inputs.is_floating_point():

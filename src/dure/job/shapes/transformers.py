@@ -168,6 +168,10 @@ class NextWord(nn.Module):
         return found
 
 
+MOST_LAYERS = 1000
+"""So many are made without values in seconds."""
+
+
 def decoder(sizes: Sizes, layers: int, vocab: int, sequence: int) -> nn.Sequential:
     """A decoder: words (batch, sequence) to scores (batch, sequence, vocab)."""
     embeddings = Embeddings(vocab, sizes.hidden, 0 if sizes.llama else sequence)
@@ -200,6 +204,8 @@ def transformer(
     for key, value in counted.items():
         if value < 1:
             raise UsageError(f"transformer: {key} must be at least 1, got {value}.")
+    if layers > MOST_LAYERS:
+        raise UsageError(f"transformer: layers must be at most {MOST_LAYERS:,}, got {layers:,}.")
     sizes = Sizes(hidden, heads, kv or heads, ffn or 4 * hidden, form)
     if form not in FORMS:
         raise UsageError(f"transformer: form must be gpt or llama, got {form!r}.")

@@ -400,6 +400,8 @@ class Cluster(Validated):
             kind |= {"inside": usual_inside(line.gpu, line.inside)} if line.inside else {}
             if not line.link and line.machines > 1:
                 raise ClusterError(f"nothing says how fast the machines' cards are: write {text} @ 100 Gbit/s.")
+            if line.link.replace(".", "").isdigit():
+                raise ClusterError(f"{line.link} has no unit: write {line.link} Gbit/s, or another one.")
             return cls(machines=(kind,), card=card, **rest)
         except ClusterError as error:
             raise ClusterError(f"{text}: {error}") from None
