@@ -23,7 +23,7 @@ from dure.planner import search as searching
 from dure.planner import side_by_side
 from dure.planner.candidates import ONE, Scene
 from dure.planner.commands import Command, command_of
-from dure.planner.explain import bottlenecks, unstated, why, would_change
+from dure.planner.explain import bottlenecks, unstated, why, would_change, written_from_sends
 from dure.planner.learning import learned
 from dure.planner.options import PlanOptions
 from dure.planner.plan import LARGE, plan
@@ -119,6 +119,14 @@ def test_a_plan_warns_of_gpus_without_a_speed():
     assert "20 GFLOP/s is that of CPU cores" in unstated(Scene(job, Cluster(machines=[{"gpus": 2}]), 64))[0]
     stated = job.adjusted(block_seconds=[(1.0, 2.0)])
     assert unstated(Scene(stated, Cluster(machines=[{"gpus": 2}]), 64)) == []
+
+
+def test_algorithms_that_a_run_sends_itself_have_a_caution_on_accelerators():
+    gpus, cores = (Scene(load_job("digits-mlp"), Cluster(machines=[kind]), 64) for kind in ({"gpus": 2}, {"count": 2}))
+    for strategy in ("bsp collective:algorithm=hierarchical", "bsp ring"):
+        assert "is slower" in written_from_sends(gpus, strategy)[0]
+        assert written_from_sends(cores, strategy) == []
+    assert not any(written_from_sends(gpus, each) for each in ("bsp", "one machine", "downpour ps"))
 
 
 def test_a_strategy_that_was_timed_alone_is_not_called_the_best_of_several():

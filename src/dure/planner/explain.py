@@ -64,6 +64,17 @@ def unstated(scene: Scene) -> list[str]:
     ]
 
 
+def written_from_sends(scene: Scene, strategy: str) -> list[str]:
+    """A caution if a real run sends the collectives of `strategy` itself, though accelerators have an engine."""
+    topology = Strategy.parse(PLAIN if strategy == ONE else strategy).topology
+    if not scene.cluster.accelerated or getattr(topology, "algorithm", "engine") == "engine":
+        return []
+    return [
+        "Caution: these seconds are those of an engine such as NCCL or Horovod with that algorithm. A run of dure "
+        "sends its messages itself, after backward, and is slower."
+    ]
+
+
 def valueless(scene: Scene) -> list[str]:
     """A note if the job cannot be trained, as it has shapes and no values."""
     if scene.has_values:

@@ -26,7 +26,16 @@ from dure.job.validation import try_to_count, validate_job
 from dure.planner.answer import Ranking
 from dure.planner.candidates import CODECS, ONE, PLAIN, Scene
 from dure.planner.commands import command_of, script_of
-from dure.planner.explain import bottlenecks, crowded, no_answer, unstated, valueless, why, would_change
+from dure.planner.explain import (
+    bottlenecks,
+    crowded,
+    no_answer,
+    unstated,
+    valueless,
+    why,
+    would_change,
+    written_from_sends,
+)
 from dure.planner.fact_ranges import fact_ranges
 from dure.planner.job_profile import calibrated, profile_job
 from dure.planner.learning import LearningCurve, learned, unreached
@@ -109,7 +118,7 @@ def planned(
         on=config.on or "this machine",
         found=found,
         bottlenecks=causes,
-        why=[*why(found, causes), *unreached(curves, target), *crowded(scene), *unstated(scene), *valueless(scene)],
+        why=[*why(found, causes), *unreached(curves, target), *_cautions(scene, winner), *valueless(scene)],
         would_change=would_change(scene, found.rows, swept, deadline.part(CHANGE)),
         sweeps=swept,
         open=open_ranges,
@@ -119,6 +128,10 @@ def planned(
         spans=spans,
         ddp_script=script,
     )
+
+
+def _cautions(scene: Scene, winner: str) -> list[str]:
+    return [*crowded(scene), *unstated(scene), *written_from_sends(scene, winner)]
 
 
 def scene_of(config: PlanOptions, job: Job | None, cluster: Cluster | None, say: Say) -> Scene:
