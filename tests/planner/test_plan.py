@@ -123,7 +123,7 @@ def test_a_plan_warns_of_gpus_without_a_speed():
 
 def test_algorithms_that_a_run_sends_itself_have_a_caution_on_accelerators():
     gpus, cores = (Scene(load_job("digits-mlp"), Cluster(machines=[kind]), 64) for kind in ({"gpus": 2}, {"count": 2}))
-    for strategy in ("bsp collective:algorithm=hierarchical", "bsp ring"):
+    for strategy in ("bsp collective:algorithm=hierarchical", "bsp collective:algorithm=ring"):
         assert "is slower" in written_from_sends(gpus, strategy)[0]
         assert written_from_sends(cores, strategy) == []
     assert not any(written_from_sends(gpus, each) for each in ("bsp", "one machine", "downpour ps"))
