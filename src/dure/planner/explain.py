@@ -145,8 +145,7 @@ def why(search: Found, bottlenecks: Mapping[str, str]) -> list[str]:
                 "measures that."
             )
     else:
-        reason = search.refused.get(PLAIN, "it was not timed").removesuffix(".")
-        found.append(f"Plain data parallelism does not work here: {reason}.")
+        found += _plain_refused(search) or ["Plain data parallelism was not timed."]
     second = next((row for row in rows[1:] if row is not plain), None)
     if second is not None and winner.seconds_to_target is None:
         ratio = second.score / winner.score
@@ -255,7 +254,14 @@ def no_answer(scene: Scene, search: Found, within: float) -> str:
         + (": their number makes a simulation slow" if many else "")
         + f". Give more, such as --within {math.ceil(enough)}"
         + (", or describe fewer machines." if many else ".")
+        + "".join(f" {each}" for each in _plain_refused(search))
     )
+
+
+def _plain_refused(search: Found) -> list[str]:
+    """A sentence with the reason for which plain data parallelism does not work, if it does not."""
+    reason = search.refused.get(PLAIN)
+    return [] if reason is None else [f"Plain data parallelism does not work here: {reason.removesuffix('.')}."]
 
 
 FEWER = 16
