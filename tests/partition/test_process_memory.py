@@ -73,6 +73,6 @@ def test_the_process_of_a_stage_keeps_its_own_parameters_alone():
     before = bytes_of_tensors()
     stages.keep(1)
     freed = 2 * whole.params.nbytes + 2 * stages.modules[0].replica.params.nbytes + own.nbytes  # with gradients
-    assert freed - 100 < before - bytes_of_tensors() <= freed
+    assert abs(before - bytes_of_tensors() - freed) < 100
     assert torch.equal(stages.modules[1].replica.params, own)
     assert (whole.numel, stages.layout.bounds) == (20_247_370, bounds)

@@ -392,7 +392,7 @@ def test_gossip_keeps_the_mean_of_all_models(ranks, uneven):
     moved = [sum((1 - 0.5**k) / 0.5 for k in range(1, n + 1)) for n in ((20, 12) if uneven == "True" else (20, 20))]
     expected = torch.tensor(one["start"]) - 0.1 * (moved[0] * 1.0 + moved[1] * 2.0) / 2
     assert one["inside"] == other["inside"] == one["end"] == other["end"]
-    assert close(one["end"], expected.tolist())
+    assert distance(one["end"], expected.tolist()) < 1e-5  # rounding of 20 steps in fp32
     assert one["averaged"] > 0
     assert other["averaged"] > 0
 

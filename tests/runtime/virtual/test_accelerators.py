@@ -34,7 +34,7 @@ def test_machines_with_another_device_have_its_memory_unless_they_state_their_ow
     kind = Machines(gpus=8, gpu="v100-sxm2-16gb")
     assert kind.changed(gpu="a100-sxm4-80gb") == Machines(gpus=8, gpu="a100-sxm4-80gb")
     assert kind.changed(gpu="a100-sxm4-80gb", memory="40 GB").memory == 40 * 10**9
-    assert kind.changed(count=2).memory == 16 * 10**9
+    assert kind.changed(count=2).memory == 16 * 2**30
     stated = Machines(gpus=8, gpu="v100-sxm2-16gb", memory="12 GB")
     assert stated.changed(gpu="a100-sxm4-80gb").memory == 12 * 10**9
 
