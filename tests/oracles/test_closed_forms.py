@@ -185,7 +185,7 @@ KINDS = {
     "bsp gpipe:stages=2,micro=4": (0.04, EXACT, EXACT, None, None),
     "bsp gpipe:stages=4,micro=8": (EXACT, EXACT, EXACT, None, None),
     "bsp 1f1b:stages=2,micro=4": (EXACT, EXACT, EXACT, None, None),
-    "bsp 1f1b:stages=2,micro=4,remat=true": (EXACT, EXACT, EXACT, None, None),
+    "bsp 1f1b:stages=2,micro=4,remat=true": (0.012, EXACT, EXACT, None, None),
     "bsp ps 1f1b:stages=2,micro=4": (0.005, EXACT, 0.005, None, None),
     "bsp zero-bubble:stages=2,micro=4": (0.1, EXACT, 0.03, None, None),
     "bsp interleaved:stages=2,micro=4": (0.03, 0.01, EXACT, None, None),
