@@ -12,6 +12,26 @@ from dure.partition.backward import DeviceSpeed, Roofline, by_operations, even, 
 from dure.partition.blocks import blocks_of
 
 
+def check_passes(frozen, passes, *, recompute):
+    """`passes`: the end of the backward of each block, in forwards of a block; five values are moved in an update."""
+
+    def model():
+        blocks = nn.Sequential(nn.Flatten(), *(nn.Linear(8, 8) for _ in range(4)))
+        for number in frozen:
+            blocks[number].requires_grad_(False)
+        return blocks
+
+    data = dure.Data(torch.ones(4, 8), torch.zeros(4, dtype=torch.int64))
+    job = load_job("digits-mlp").adjusted(model=model, train=data, recompute=recompute)
+    replica = Replica(model())
+    shape = by_operations(job, replica, batch=4, speed=DeviceSpeed(0.0))
+    assert shape is not None
+    done = {int(replica.layers[each.number].name.split(".")[0]): each.done for each in shape.tensors}
+    last = max(passes.values())
+    assert done == pytest.approx({block: end / last for block, end in passes.items()})
+    assert shape.backward == pytest.approx(last / (last + 4))
+
+
 @pytest.mark.parametrize(
     ("frozen", "passes"),
     [
@@ -23,23 +43,7 @@ from dure.partition.blocks import blocks_of
     ids=["none", "the first", "all but the last", "one inside"],
 )
 def test_backward_of_frozen_blocks_gives_the_gradient_of_their_inputs_alone(frozen, passes):
-    """`passes`: the end of the backward of each block, in forwards of a block; five values are moved in an update."""
-
-    def model():
-        blocks = nn.Sequential(nn.Flatten(), *(nn.Linear(8, 8) for _ in range(4)))
-        for number in frozen:
-            blocks[number].requires_grad_(False)
-        return blocks
-
-    targets = torch.zeros(4, dtype=torch.int64)
-    job = load_job("digits-mlp").adjusted(model=model, train=dure.Data(torch.ones(4, 8), targets))
-    replica = Replica(model())
-    shape = by_operations(job, replica, batch=4, speed=DeviceSpeed(0.0))
-    assert shape is not None
-    done = {int(replica.layers[each.number].name.split(".")[0]): each.done for each in shape.tensors}
-    last = max(passes.values())
-    assert done == pytest.approx({block: end / last for block, end in passes.items()})
-    assert shape.backward == pytest.approx(last / (last + 4))
+    check_passes(frozen, passes, recompute=False)
 
 
 @pytest.mark.parametrize(
@@ -48,21 +52,7 @@ def test_backward_of_frozen_blocks_gives_the_gradient_of_their_inputs_alone(froz
     ids=["none", "the first", "one inside"],
 )
 def test_a_backward_that_recomputes_takes_a_forward_more_in_each_block_that_it_reaches(frozen, passes):
-    def model():
-        blocks = nn.Sequential(nn.Flatten(), *(nn.Linear(8, 8) for _ in range(4)))
-        for number in frozen:
-            blocks[number].requires_grad_(False)
-        return blocks
-
-    data = dure.Data(torch.ones(4, 8), torch.zeros(4, dtype=torch.int64))
-    job = load_job("digits-mlp").adjusted(model=model, train=data, recompute=True)
-    replica = Replica(model())
-    shape = by_operations(job, replica, batch=4, speed=DeviceSpeed(0.0))
-    assert shape is not None
-    done = {int(replica.layers[each.number].name.split(".")[0]): each.done for each in shape.tensors}
-    last = max(passes.values())
-    assert done == pytest.approx({block: end / last for block, end in passes.items()})
-    assert shape.backward == pytest.approx(last / (last + 4))
+    check_passes(frozen, passes, recompute=True)
 
 
 def test_a_forward_that_is_computed_again_lengthens_stated_and_even_backwards():

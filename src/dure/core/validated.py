@@ -102,7 +102,7 @@ def read_yaml_file(path: str | Path) -> Any:
 
 
 def read_described(path: str | Path, what: str, keys: Iterable[str], make: Callable[[dict[str, Any]], T]) -> T:
-    """What `make` creates from the mapping in a user's file, which `what` names, such as "a cluster file".
+    """The object that `make` creates from the mapping in a user's file; `what` names it, such as "a cluster file".
 
     `keys` are those that it may have. Raises `ClusterError` with the file, and the key if one is wrong.
     """

@@ -135,11 +135,11 @@ class MeasuredPass:
         return found
 
     def activations(self, blocks: Iterable[int]) -> Activations:
-        """What the backward of `blocks` keeps."""
+        """The memory that autograd keeps for the backward of `blocks`."""
         return Activations.of([self.costs[number].kept for number in blocks])
 
     def recomputed(self, blocks: range, own: Activations) -> KeptMemory:
-        """What is kept where backward computes each of `blocks` again from its inputs; `own` if it does not."""
+        """The memory kept where backward computes each of `blocks` again from its inputs; `own`: where it does not."""
         borders = [self.border(number).nbytes if number else 0 for number in blocks]
         return KeptMemory(sum(borders), max(max(0, n - border) for n, border in zip(own.blocks, borders, strict=True)))
 

@@ -248,7 +248,7 @@ class StageLayout:
         return self.measured(rows).border(self.bounds[stage + 1])
 
     def activations(self, stage: int, rows: int) -> Activations:
-        """What autograd keeps for the backward of a stage, for a micro-batch of `rows` samples."""
+        """The memory that autograd keeps for the backward of a stage, for a micro-batch of `rows` samples."""
         if (stage, rows) not in self._activations:
             self._activations[stage, rows] = self.measured(rows).activations(self.blocks_in(stage))
         return self._activations[stage, rows]

@@ -85,7 +85,7 @@ def frozen_nbytes(modules: Iterable[nn.Module]) -> int:
 
 
 OfChunk = Callable[[int, int], "Activations"]
-"""What autograd keeps at a worker for the backward of a chunk, for a micro-batch of so many samples."""
+"""The memory that autograd keeps at a worker for the backward of a chunk, for a micro-batch of so many samples."""
 
 
 def of_part(

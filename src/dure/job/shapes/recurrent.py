@@ -8,7 +8,7 @@ languages, and attention in the first layer of the decoder alone, whose context 
     embedding of the target, a layer with attention, layers          decoder: 4 or 8 layers
     dense layer                                                      scores of all words
 
-Blocks are these parts. A sample is two rows of words, source and target. What a later block reads goes through those
+Blocks are these parts. A sample is two rows of words, source and target. Tensors for later blocks go through those
 before it: words of the target through the encoder, the context through the decoder.
 """
 
