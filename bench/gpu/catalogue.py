@@ -1,4 +1,4 @@
-"""What virtual time assumes of the device, against measurements of it (check 17).
+"""The figures of the device that virtual time assumes, against measurements of it (check 17).
 
     python bench/gpu/catalogue.py [--json FILE]
 

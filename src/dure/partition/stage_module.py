@@ -212,7 +212,7 @@ class StageModule:
         return found
 
     def kept(self, chunk: int, rows: int) -> Activations:
-        """The memory that autograd keeps for the backward of a chunk for `rows` samples; as `cost`, without a gradient."""
+        """The memory that autograd keeps for the backward of a chunk for `rows` samples, as by `cost`."""
         key = self._pass(chunk, rows, "kept")
         if key not in self._figures:
             known: PassCost | None = self._figures.get(self._pass(chunk, rows, "B"))
