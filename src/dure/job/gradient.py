@@ -116,7 +116,7 @@ class MeanGradients(Protocol):
         ...
 
 
-class Shard(Protocol):
+class HeldShard(Protocol):
     """The part of a worker in what the workers of one part of a model would hold alike: ranges of a flat vector."""
 
     @property
@@ -137,7 +137,7 @@ class Shard(Protocol):
         ...
 
 
-class ShardedUnits(Shard, Protocol):
+class ShardedUnits(HeldShard, Protocol):
     """A shard of the parameters, which are gathered, and whose gradients are scattered, unit by unit."""
 
     def gather_unit(self, unit: int, memory: torch.Tensor) -> Operation[torch.Tensor]:
@@ -173,7 +173,7 @@ class Requester(Protocol):
     def group(self) -> MeanGradients: ...
 
     @property
-    def shard(self) -> Shard | None:
+    def shard(self) -> HeldShard | None:
         """The shard of a worker that holds one."""
         ...
 

@@ -110,7 +110,7 @@ class ProcessGroup:
         if self._overlap is None:
             self._overlap = Overlap(gradient_engine.replica, without={*gradient_engine.tables, *gradient_engine.whole})
         started, kind = self._node.now(), "all_reduce" if shards is None else "reduce_scatter"
-        scatters = Scatters(self._scatter)
+        scatters = Scatters(self._scatter, self._wait)
         self._overlap.replica.zero_grad()
         self._overlap.arm(self._reduce if shards is None else scatters.begin)
         gradient = gradient_engine.backward(work, share)
@@ -134,6 +134,14 @@ class ProcessGroup:
 
     def _scatter(self, tensor: torch.Tensor) -> Scatter:
         return Scatter(self._engine, self._place, len(self.ranks), tensor)
+
+    def _wait(self, work: Any) -> None:
+        """Wait for an operation of the engine during a computation."""
+        try:
+            while not _has_ended(work, LOOK):
+                self._node.loop.check()
+        except RuntimeError as error:
+            raise lost_rank(self._node.name, "the others' reduce_scatter", error) from None
 
     @property
     def _place(self) -> int:

@@ -49,10 +49,14 @@ class Scatter:
 
 
 class Scatters:
-    """The reduce-scatters of a gradient's slices, from the last slice to the first."""
+    """The reduce-scatters of a gradient's slices, from the last slice to the first.
 
-    def __init__(self, scatter: Callable[[torch.Tensor], Scatter]) -> None:
+    `scatter` begins one, and `wait` waits for a work of it.
+    """
+
+    def __init__(self, scatter: Callable[[torch.Tensor], Scatter], wait: Callable[[Any], None]) -> None:
         self._scatter = scatter
+        self._wait = wait
         self._under_way: deque[Scatter] = deque()
         self._sums: list[torch.Tensor] = []
 
@@ -76,7 +80,7 @@ class Scatters:
     def _end_first(self) -> None:
         scatter = self._under_way.popleft()
         for work in scatter.works:
-            work.wait()
+            self._wait(work)
         self._sums.append(scatter.sum())
 
 
