@@ -248,7 +248,7 @@ class Setup:
         if self.zero is None:
             return None
         units = [[each] for each in reversed(cut(self.replica))]
-        return Shards(units, shard_group_size(self.zero, self.machines))
+        return Shards(units, shard_group_size(self.zero, self.machines), frees_gradients=self.zero.stage == 2)
 
     # ---- the nodes
 
