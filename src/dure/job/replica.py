@@ -191,10 +191,11 @@ class Replica:
     def drop_gradients(self) -> None:
         """Free the memory of gradients, where something else computes them, or takes them during backward."""
         self.keeps_gradients = False
-        self.grads = self.marked_grads = grads = self.grads.new_zeros(()).expand(self.numel)
+        zero = self.grads.new_zeros(())
+        self.grads = self.marked_grads = zero.expand(self.numel)
         for slot in self._slots:
             slot.parameter.grad = None
-        self._slots = tuple(replace(slot, gradient=slot.view(grads)) for slot in self._slots)
+        self._slots = tuple(replace(slot, gradient=zero.expand(slot.layer.shape)) for slot in self._slots)
 
     def take_gradients(self, indices: Sequence[int]) -> Tensor:
         """The flat gradient of the parameters `indices`, neighbors in `layers`; they have none afterwards.

@@ -127,7 +127,7 @@ class ProcessGroup:
         def finish() -> Gradient:
             self._node.meter.add("communicate", computed, self._node.now(), kind)
             if scatters is not None:
-                return gradient.with_values(scatters.parts())
+                return gradient.part(scatters.parts(), keeps_local=gradient_engine.replica.keeps_gradients)
             return gradient if gradient.for_servers is None else gradient.with_values(gather(gradient.values, reduced))
 
         works = works if scatters is None else scatters.works
