@@ -56,8 +56,8 @@ class Gradient:
     Gradients of one stack are disjoint views of the same memory; copy a gradient that is kept for long. `buffers` is
     the worker's new snapshot, None for a model without buffers. `for_servers` is the part of the gradient that is not
     in `values`, since servers hold its parameters (`hybrid`). `checked`: the values are known to be finite. `faulty`
-    ranks had a gradient that was not finite, and are left out of this mean. Where `values` are a part of a mean, `local`
-    is the whole gradient of this worker, if its memory was kept.
+    ranks had a gradient that was not finite, and are left out of this mean. Where `values` are a part of a mean,
+    `local` is the whole gradient of this worker, if its memory was kept.
     """
 
     values: Tensor

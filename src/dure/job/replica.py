@@ -216,7 +216,9 @@ class Replica:
                 place.zero_()
                 continue
             place.copy_(_dense(gradient))
-            if gradient.device.type != "cpu" and gradient.layout == torch.strided:  # it may be of another stream than that of this copy
+            if (
+                gradient.device.type != "cpu" and gradient.layout == torch.strided
+            ):  # it may be of another stream than that of this copy
                 gradient.record_stream(torch.accelerator.current_stream(gradient.device))
         return flat
 
@@ -225,6 +227,11 @@ class Replica:
         self._hidden = hidden
         for slot, each in zip(self._slots, hidden, strict=True):
             slot.parameter.grad = each
+
+    @property
+    def hides_gradients(self) -> bool:
+        """Whether a parameter has what `hide_gradients` gave it."""
+        return any(map(self._is_hidden, range(len(self._slots))))
 
     def _is_hidden(self, index: int) -> bool:
         return bool(self._hidden) and self._slots[index].parameter.grad is self._hidden[index]

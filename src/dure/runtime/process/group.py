@@ -143,6 +143,11 @@ class ProcessGroup:
             self._own = like.new_empty(numel)
         return Scatters(self._scatter, self._wait_in_backward, self._own)
 
+    def parts(self, scatters: Scatters, whole: torch.Tensor) -> Operation[torch.Tensor]:
+        """This member's part of the sum, once all slices of a gradient as long as `whole` have begun."""
+        self._count("reduce_scatter", whole)
+        return self._start("the others' parts of a gradient", scatters.works, scatters.parts, whole)
+
     def _wait_in_backward(self, work: Any) -> None:
         """Wait for an operation of the engine outside of the loop. Raises `PeerLost`."""
         if self._own is not None and self._own.device.type != "cpu":
