@@ -329,6 +329,8 @@ class WorkerProcess(RunProcess):
         if worker.sessions.rows is not None:
             worker.sessions.rows.client.copies = self.snapshots.is_due
         resumed = self._restore(parts)
+        if setup.stages is not None and setup.keeps_shards:
+            setup.stages.release(node.rank % setup.parts)
         if setup.topology.needs_everybody and engine is not None:
             engine.read_in_place(worker.params)  # no server replaces them
         self.snapshots.resume(worker.clock)
@@ -547,7 +549,7 @@ class WorkerProcess(RunProcess):
             await self.node.sleep(AGAIN_SECONDS)
             return
         await self.node.sent_to_wire()  # the counts below then have all messages so far
-        state = state_of_worker(self.setup, self.worker)
+        state = state_of_worker(self.worker)
         state.plain |= {"counted": self._counts(), **self._metered()}
         problem = None
         try:

@@ -24,10 +24,13 @@ from dure.core.vectors import Range, size
 from dure.run.checkpoint import PartFiles, explaining_errors
 from dure.run.gathering import merged_buffers
 from dure.run.tensor_file import TensorFile, TensorSize
-from dure.run.workers import BUFFERS, SHARD
+from dure.run.workers import BUFFERS, PARAMS, SHARD
 
 if TYPE_CHECKING:
     from dure.run.setup import Setup
+
+OPTIMIZER = "optimizer."
+"""Beginning of the names of the optimizer's vectors."""
 
 PIECE = 1 << 22
 """Elements of a vector that are read at once."""
@@ -67,11 +70,11 @@ class SavedModel:
     @cached_property
     def names(self) -> list[str]:
         """The names of the vectors."""
-        return sorted(name for name in self._parts.tensors("worker-0") if name != BUFFERS)
+        return sorted(n for n in self._parts.tensors("worker-0") if n == PARAMS or n.startswith(OPTIMIZER))
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Elements `start` to `stop` of a vector."""
-        if self.setup.stages is None:
+        if is_one_part(self.setup):
             return self._read(0, name, start, stop)
         return self._whole(name)[start:stop]
 
@@ -127,6 +130,11 @@ class SavedModel:
         return sorted(found)
 
 
+def is_one_part(setup: Setup) -> bool:
+    """Whether the vectors of a part are those of the whole model."""
+    return setup.parts == 1 and setup.of_worker(0).replica.numel == setup.replica.numel
+
+
 def merged(model: SavedModel) -> torch.Tensor | None:
     """The buffers of all workers of a checkpoint as those of one model; None where training changes none."""
     return merged_buffers(model.setup, model.buffers())
@@ -163,7 +171,7 @@ def _write_tensors(draft: Path, setup: Setup, vectors: Vectors, buffers: Mapping
 
 def _of_parts(setup: Setup, vectors: Vectors, name: str) -> Iterator[tuple[int, int, torch.Tensor]]:
     """Pieces of the vectors of all parts of the model: each after its part and its place in the vector of that."""
-    if setup.stages is None:
+    if setup.stages is None or is_one_part(setup):
         for start, values in vectors.pieces(name):
             yield 0, start, values
         return

@@ -74,7 +74,9 @@ def writer_of(parts: PartFiles, setup: Setup) -> Setup:
         )
     strategy = Strategy.of(**{name: origin[name] for name in ("sync", "topology", "codec", "partition")})
     workers = int(origin["workers"])
-    return replace(setup, strategy=strategy, workers=workers, machines=(0,) * workers, devices=())
+    found = replace(setup, strategy=strategy, workers=workers, machines=(0,) * workers, devices=())
+    found.__dict__["model"] = setup.model
+    return found
 
 
 def split_again(found: Checkpoint, setup: Setup, place: Path) -> None:

@@ -505,7 +505,7 @@ class VirtualSegment:
         parts = {"run": State({}, run), **retired}
         for rank, worker in self.workers.items():
             if self.attendance.works(rank):
-                state = state_of_worker(self.setup, worker).cloned()
+                state = state_of_worker(worker).cloned()
                 state.plain["drawn"] = self.durations[rank].drawn
                 parts[f"worker-{rank}"] = state
         for server in self.servers:
