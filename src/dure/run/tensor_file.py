@@ -52,7 +52,8 @@ class TensorFile:
     """
 
     def __init__(self, path: Path, tensors: Mapping[str, TensorSize]) -> None:
-        at, header = 0, {}
+        at = 0
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         self._starts: dict[str, tuple[int, int]] = {}
         for name, each in sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize):  # each value is aligned
             if each.dtype not in _DTYPES:
