@@ -161,7 +161,7 @@ def bring(source: Path, folder: Path, step: int | None = None, *, trust: bool = 
     if source.is_dir() and not trust:
         raise UsageError(
             f"{source} is a folder of torch.distributed.checkpoint, which holds pickles: to read one can run code of "
-            "its author. Give --trust (trust=True in Python) if it is yours."
+            "its author. Give --trust if it is yours."
         )
     run = SavedRun(folder, trust=trust)
     newest = int(run.worker["clock"])
