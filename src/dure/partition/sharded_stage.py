@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 TIED = 0
 """The unit of the parameters that several chunks have. That of chunk k is k + 1."""
 
-IN_FLIGHT = 2
+IN_FLIGHT = 1
 """Scatters that are under way at once. Each keeps the gradient of a unit, and what is received for it."""
 
 
@@ -188,10 +188,11 @@ class ShardedStage(Stage):
     def _scaled(self, share: float) -> float:
         return share * self.share
 
-    def _add(self, batch: int, gradients: Sequence[tuple[int, Tensor]]) -> None:
+    def _add(self, batch: int, gradients: list[tuple[int, Tensor]]) -> None:
         """Add the gradients of layers to those of their units."""
         summed = self._summed.setdefault(batch, set())
-        for number, gradient in gradients:
+        while gradients:  # each is freed once it is copied
+            number, gradient = gradients.pop()
             unit = self._unit_of[number]
             start = unit.starts[unit.layers.index(number)]
             part = self._gradient(unit)[start : start + gradient.numel()].view(gradient.shape)
