@@ -166,6 +166,13 @@ def test_workers_with_streams_of_their_own_go_on_at_the_mini_batch_of_the_same_n
     assert len({tuple(parts[f"worker-{number}"].tensors["buffers"].tolist()) for number in range(3)}) == 1
 
 
+def test_a_stream_that_workers_share_goes_on_behind_the_last_sample(tmp_path):
+    started(tmp_path, ONE, 2)
+    dure.train("", resume=tmp_path, partition=ONE, workers=3, steps=3)  # each with as many samples as before
+    parts = checkpoint.load(tmp_path / CHECKPOINTS).parts
+    assert [parts.plain[f"worker-{number}"]["source"]["position"] for number in range(3)] == [3 * TOGETHER] * 3
+
+
 def test_a_damaged_part_of_another_worker_is_found(tmp_path):
     started(tmp_path, ONE, 2, steps=6)
     path = tmp_path / CHECKPOINTS / "step-6" / "worker-1.safetensors"

@@ -31,7 +31,7 @@ from dure.run.dcp import write as write_dcp
 from dure.run.prebuilt import Prebuilt
 from dure.run.resolve import resolve
 from dure.run.resume import cluster_of, resumed
-from dure.run.saved_model import PIECE, SavedModel, Vectors, merged, write_tensors
+from dure.run.saved_model import PIECE, SavedModel, WholeVectors, merged, write_tensors
 from dure.run.setup import Setup
 from dure.run.split_again import buffers_of, can_split_again, writer_of
 from dure.run.tensor_file import TensorFile, TensorSize
@@ -231,7 +231,7 @@ class TensorsOfModel:
         return found
 
 
-def _write_checkpoint(run: SavedRun, vectors: Vectors, step: int, steps: int) -> None:
+def _write_checkpoint(run: SavedRun, vectors: WholeVectors, step: int, steps: int) -> None:
     """Write the checkpoint of `step` for the workers of a run; the optimizer has made so many `steps`."""
     setup, place = run.setup, run.folder / CHECKPOINTS
     draft = checkpoint.begin(place, step)

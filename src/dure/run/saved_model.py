@@ -36,7 +36,7 @@ PIECE = 1 << 22
 """Elements of a vector that are read at once."""
 
 
-class Vectors(Protocol):
+class WholeVectors(Protocol):
     """The vectors of a whole model, by name: `params`, and those of the optimizer as `optimizer.mean`."""
 
     @property
@@ -140,7 +140,7 @@ def merged(model: SavedModel) -> torch.Tensor | None:
     return merged_buffers(model.setup, model.buffers())
 
 
-def write_tensors(draft: Path, setup: Setup, vectors: Vectors, buffers: Mapping[int, torch.Tensor]) -> None:
+def write_tensors(draft: Path, setup: Setup, vectors: WholeVectors, buffers: Mapping[int, torch.Tensor]) -> None:
     """Write the tensors of all workers of `setup` to the draft of a checkpoint; `buffers` are those of each, by number.
 
     Raises `CheckpointError` where the files cannot be written.
@@ -148,7 +148,7 @@ def write_tensors(draft: Path, setup: Setup, vectors: Vectors, buffers: Mapping[
     explaining_errors(draft, lambda: _write_tensors(draft, setup, vectors, buffers))
 
 
-def _write_tensors(draft: Path, setup: Setup, vectors: Vectors, buffers: Mapping[int, torch.Tensor]) -> None:
+def _write_tensors(draft: Path, setup: Setup, vectors: WholeVectors, buffers: Mapping[int, torch.Tensor]) -> None:
     held = {number: _held_by(setup, number) for number in range(setup.workers)}
     dtype = setup.replica.dtype
     with ExitStack() as stack:
@@ -169,7 +169,7 @@ def _write_tensors(draft: Path, setup: Setup, vectors: Vectors, buffers: Mapping
                         files[number].put_ranges(name, ranges, start, values)
 
 
-def _of_parts(setup: Setup, vectors: Vectors, name: str) -> Iterator[tuple[int, int, torch.Tensor]]:
+def _of_parts(setup: Setup, vectors: WholeVectors, name: str) -> Iterator[tuple[int, int, torch.Tensor]]:
     """Pieces of the vectors of all parts of the model: each after its part and its place in the vector of that."""
     if setup.stages is None or is_one_part(setup):
         for start, values in vectors.pieces(name):
