@@ -12,6 +12,9 @@ from dure.core.vectors import Ranges, equal_ranges, size
 if TYPE_CHECKING:
     import torch
 
+AT_ONCE = 2
+"""Units that are gathered or scattered at once. Each takes memory: its own, or that of the parts of the other ranks."""
+
 
 @dataclass(frozen=True)
 class Shards:
@@ -26,9 +29,10 @@ class Shards:
     units: Sequence[Ranges]
     ranks: int
 
-    def cuts(self, unit: int) -> Ranges:
-        """The part of each rank in a unit, as ranges of the unit."""
-        return equal_ranges(size(self.units[unit]), self.ranks)
+    @cached_property
+    def cuts(self) -> list[Ranges]:
+        """The part of each rank in each unit, as ranges of the unit."""
+        return [equal_ranges(size(unit), self.ranks) for unit in self.units]
 
     def of(self, rank: int) -> Ranges:
         """The ranges of the vector that `rank` holds, in the order of its shard."""
@@ -37,12 +41,17 @@ class Shards:
 
     def of_unit(self, unit: int, rank: int) -> Ranges:
         """The ranges of the vector that `rank` holds of a unit."""
-        return part_of(self.units[unit], *self.cuts(unit)[rank])
+        return part_of(self.units[unit], *self.cuts[unit][rank])
+
+    @cached_property
+    def held(self) -> list[Ranges]:
+        """The ranges of the vector that each rank holds."""
+        return [self.of(rank) for rank in range(self.ranks)]
 
     @cached_property
     def numels(self) -> list[int]:
-        """The elements of each rank's shard."""
-        return [size(self.of(rank)) for rank in range(self.ranks)]
+        """The elements of each rank's shard. That of the first is the largest."""
+        return [size(ranges) for ranges in self.held]
 
     def join(self, shards: Sequence[torch.Tensor], whole: torch.Tensor) -> torch.Tensor:
         """Copy the shards of all ranks to their ranges of `whole`, and return it."""

@@ -1,7 +1,8 @@
 """The memory that the workers of a run need, held against that of their machines and control groups.
 
 A member of a strategy declares the vectors that it keeps: a method by `Traits.keeps`, a codec by `Codec.keeps`, a
-topology by `Topology.worker_vectors` and `server_vectors`. `partition.memory` has the kinds of memory.
+topology by `Topology.worker_vectors` and `server_vectors`. Sharded data parallelism declares by `Zero.keeps` the part
+that a worker keeps. `partition.memory` has the kinds of memory.
 """
 
 from __future__ import annotations
@@ -84,14 +85,28 @@ def check_process_memory(setup: Setup, worker: int, limit: int | None) -> None:
 
 
 def _with_members(use: MemoryUse, setup: Setup, part: int) -> MemoryUse:
-    """`use` with the vectors that method, codec and topology keep at a worker."""
+    """`use` with the vectors that method, codec and topology keep at a worker, and with the part that a shard is."""
     own = setup.of_worker(part)
+    use = _sharded(use, own)
     coders = _codec_memory(own)
     stripe = coders.combiner / own.workers if _combines_stripes(own) else 0.0
     return use._replace(
         method=len(_method_vectors(own)) * use.weights,
         codec=round((coders.sender + stripe) * use.weights),
         topology=round(own.topology.worker_vectors * use.weights),
+    )
+
+
+def _sharded(use: MemoryUse, own: Setup) -> MemoryUse:
+    """`use` of a worker that keeps a shard of its part of the model, if it does."""
+    if own.zero is None or own.shards is None:
+        return use
+    kept, itemsize = own.zero.keeps(own.shards), own.replica.params.element_size()
+    return use._replace(
+        weights=kept.weights * itemsize,
+        gradient=kept.gradient * itemsize,
+        optimizer=vectors_of(own.job.optimizer) * kept.optimizer * itemsize,
+        messages=kept.messages * itemsize,
     )
 
 

@@ -25,10 +25,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 from dure.core.catalogue import parameter
+from dure.core.shards import AT_ONCE, Shards
+from dure.core.vectors import size
 from dure.errors import UsageError
+
+
+class ShardedMemory(NamedTuple):
+    """Elements that a worker with a shard keeps, by kind of memory; `optimizer`: of each vector of its state."""
+
+    weights: int
+    gradient: int
+    optimizer: int
+    messages: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +66,28 @@ class Zero:
                 f"within={self.within} shards nothing: write the ranks of a shard group, such as within=2, or "
                 "within=host"
             )
+
+    def keeps(self, shards: Shards) -> ShardedMemory:
+        """The most that a worker keeps at once of what `shards` divide.
+
+        | stage | weights | gradient | each vector | messages |
+        |-------|---------|----------|-------------|----------|
+        | 1     | P       | P + P/N  | P/N         | t        |
+        | 2     | P       | P/N + t  | P/N         | t        |
+        | 3     | P/N + t | P/N + u  | P/N         | u        |
+
+        P is all, u the largest unit, t the largest that are there at once. A unit is a slice of the gradient, in stage
+        3 a block of the model, of which the next is gathered ahead. Messages are the parts that arrive from the others.
+        """
+        numels = sorted(size(unit) for unit in shards.units)
+        whole, unit, together, own = sum(numels), numels[-1], sum(numels[-AT_ONCE:]), shards.numels[0]
+        if shards.ranks == 1:
+            return ShardedMemory(whole, whole, whole, 0)
+        if self.stage == 1:
+            return ShardedMemory(whole, whole + own, own, together)
+        if self.stage == 2:
+            return ShardedMemory(whole, own + together, own, together)
+        return ShardedMemory(own + together, own + unit, own, unit)
 
 
 def shard_group_size(zero: Zero, machines: Sequence[int]) -> int:

@@ -44,13 +44,12 @@ class ShardedSession(GroupSession):
         self.groups = groups
         self.shards = groups.shards
         self._clip = clip
-        self._held = [self.shards.of(rank) for rank in range(self.shards.ranks)]
         self._gather: Operation[torch.Tensor] | None = None
 
     @property
     def own(self) -> list[tuple[int, int]]:
         """The ranges of the flat vector that this worker holds."""
-        return self._held[self.groups.place]
+        return self.shards.held[self.groups.place]
 
     # ---- gradients
 
@@ -97,7 +96,7 @@ class ShardedSession(GroupSession):
 
     def begin_gather(self, params: torch.Tensor) -> None:
         """Begin to gather the parameters, in place, of which each worker has stepped its part."""
-        self._gather = self.groups.near.gather(params, self._held)
+        self._gather = self.groups.near.gather(params, self.shards.held)
 
     async def gathered(self) -> None:
         """Wait until the parameters are whole."""
