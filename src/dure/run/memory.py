@@ -8,21 +8,26 @@ that a worker keeps. `partition.memory` has the kinds of memory.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dure.codec.base import CodecMemory
 from dure.codec.fp32 import Float32
 from dure.core.deployment import SERVER, WORKER
-from dure.errors import UsageError
+from dure.errors import StrategyError, UsageError
 from dure.job.optimizer import vectors_of
+from dure.partition.blocks import is_one_block
 from dure.partition.memory import MemoryUse, frozen_nbytes, of_model, of_part
-from dure.partition.mesh import ONE_STAGE
+from dure.partition.mesh import ONE_STAGE, Mesh, pipeline_of, shared_of
+from dure.partition.methods.zero import Zero
+from dure.run.strategy import member_text
 from dure.topology.offers import offers_of
 
 if TYPE_CHECKING:
     from dure.partition.pipeline import Pipeline
     from dure.run.setup import Setup
+    from dure.run.stages import Stages
     from dure.runtime.virtual.cluster import Cluster
 
 
@@ -152,14 +157,39 @@ def _kept(setup: Setup) -> str:
 
 
 def _advice(setup: Setup) -> str:
-    if setup.stages is None:
-        return "Split the model, as in --partition gpipe:stages=2 or tensor:ways=2, or make the mini-batch smaller."
-    pipeline, shared = setup.stages.pipeline, setup.stages.shared
+    changes = [f"shard it, as in --partition {more}" for more in _sharded_more(setup)]
+    if setup.zero is not None and not changes:
+        changes = [f"use more workers than {setup.workers}"]
+    if setup.parts == 1:
+        changes.append("split the model, as in --partition gpipe:stages=2 or tensor:ways=2")
+    elif setup.stages is not None:
+        changes += _splits(setup, setup.stages)
+    text = ", ".join([*changes, "or make the mini-batch smaller."])
+    return text[0].upper() + text[1:]
+
+
+def _sharded_more(setup: Setup) -> list[str]:
+    """The partition that shards most, in addition to that of `setup`; none where no more can be sharded."""
+    partition, zero = setup.strategy.partition, setup.zero
+    pipeline = None if pipeline_of(partition) is ONE_STAGE or setup.parts == 1 else pipeline_of(partition)
+    shared = shared_of(partition)
+    for stage in range(3, 0 if zero is None else zero.stage, -1):
+        if stage == 3 and is_one_block(setup.job, setup.model.replica.module):
+            continue
+        more = Zero(stage=stage) if zero is None else replace(zero, stage=stage)
+        joined = more if setup.parts == 1 else Mesh(pipeline, shared, more)
+        with suppress(StrategyError):
+            return [member_text("partition", replace(setup.strategy, partition=joined).partition)]
+    return []
+
+
+def _splits(setup: Setup, stages: Stages) -> list[str]:
+    """Changes of a model that is split, with which its parts are smaller."""
+    pipeline, shared = stages.pipeline, stages.shared
     ways = [] if shared is None else [f"more ways than {shared.ways}"]
-    stages = [] if shared is not None and not shared.in_pipelines else [f"more stages than {pipeline.stages}"]
+    deeper = [] if shared is not None and not shared.in_pipelines else [f"more stages than {pipeline.stages}"]
     takes = pipeline is not ONE_STAGE and not setup.job.recompute and _takes_remat(pipeline)
-    less = "add remat=true, " if takes else ""
-    return f"Use {' or '.join([*ways, *stages])}, {less}or make the mini-batch smaller."
+    return [f"use {' or '.join([*ways, *deeper])}", *["add remat=true"] * takes]
 
 
 def _takes_remat(pipeline: Pipeline) -> bool:
