@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from dure.run.stages import Stages
     from dure.runtime.virtual.cluster import Cluster
 
+NO_ROOM = "bytes of memory or more"
+"""Words of an error about a strategy that has no room in memory; a search for others looks for them."""
+
 
 def memory_use(setup: Setup, part: int, batch_size: int | None = None) -> MemoryUse:
     """The memory of a worker with `part` of the model, for mini-batches of `batch_size`, those of copy 0 if None.
@@ -60,7 +63,7 @@ def check_worker_memory(setup: Setup, cluster: Cluster) -> None:
     for worker, use in of_workers(setup, limits):
         if use.total > limits[worker]:
             raise UsageError(
-                f"worker {worker} needs {use.total:,} bytes of memory or more ({use}), and machine "
+                f"worker {worker} needs {use.total:,} {NO_ROOM} ({use}), and machine "
                 f"{setup.machines[worker]} has {limits[worker]:,} for it. {_kept(setup)}{_advice(setup)}"
             )
 
@@ -81,7 +84,7 @@ def check_process_memory(setup: Setup, worker: int, limit: int | None) -> None:
     backward = use.weights  # the gradients of all layers, before they are in the flat gradient
     if use.total + backward > limit:
         raise UsageError(
-            f"worker {worker} needs {use.total + backward:,} bytes of memory or more ({use}, backward {backward:,}), "
+            f"worker {worker} needs {use.total + backward:,} {NO_ROOM} ({use}, backward {backward:,}), "
             f"and its control group allows {limit:,}. {_kept(setup)}{_advice(setup)}"
         )
 
