@@ -29,9 +29,12 @@ class Shards:
     units: Sequence[Ranges]
     ranks: int
 
+    def cuts(self, unit: int) -> Ranges:
+        """The part of each rank in a unit, as ranges of the unit."""
+        return self._cuts[unit]
+
     @cached_property
-    def cuts(self) -> list[Ranges]:
-        """The part of each rank in each unit, as ranges of the unit."""
+    def _cuts(self) -> list[Ranges]:
         return [equal_ranges(size(unit), self.ranks) for unit in self.units]
 
     def of(self, rank: int) -> Ranges:
@@ -41,7 +44,7 @@ class Shards:
 
     def of_unit(self, unit: int, rank: int) -> Ranges:
         """The ranges of the vector that `rank` holds of a unit."""
-        return part_of(self.units[unit], *self.cuts[unit][rank])
+        return part_of(self.units[unit], *self.cuts(unit)[rank])
 
     @cached_property
     def held(self) -> list[Ranges]:

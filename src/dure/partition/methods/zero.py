@@ -70,24 +70,28 @@ class Zero:
     def keeps(self, shards: Shards) -> ShardedMemory:
         """The most that a worker keeps at once of what `shards` divide.
 
-        | stage | weights | gradient | each vector | messages |
-        |-------|---------|----------|-------------|----------|
-        | 1     | P       | P + P/N  | P/N         | t        |
-        | 2     | P       | P/N + t  | P/N         | t        |
-        | 3     | P/N + t | P/N + u  | P/N         | u        |
+        | stage | weights     | gradient        | each vector | messages |
+        |-------|-------------|-----------------|-------------|----------|
+        | 1     | P           | P + P/N         | P/N         | t        |
+        | 2     | P           | P/N + t + u     | P/N         | t        |
+        | 3     | P/N + r + t | P/N + r + t + u | P/N         | t        |
 
-        P is all, u the largest unit, t the largest that are there at once. A unit is a slice of the gradient, in stage
-        3 a block of the model, of which the next is gathered ahead. Messages are the parts that arrive from the others.
+        P is all, u the largest unit, t the largest ones that are gathered or scattered at once. A unit is a slice of
+        the gradient, in stage 3 a block of the model; its first one, r, is whole during a step, as several blocks have
+        it. Of gradients, those that are scattered are there, and one that is computed. Messages are the parts of others.
         """
-        numels = sorted(size(unit) for unit in shards.units)
-        whole, unit, together, own = sum(numels), numels[-1], sum(numels[-AT_ONCE:]), shards.numels[0]
+        root, numels = 0, [size(unit) for unit in shards.units]
+        whole, own = sum(numels), shards.numels[0]
         if shards.ranks == 1:
             return ShardedMemory(whole, whole, whole, 0)
+        if self.stage == 3:
+            root, *numels = numels
+        largest = sorted(numels)
+        together, unit = sum(largest[-AT_ONCE:]), largest[-1]
         if self.stage == 1:
             return ShardedMemory(whole, whole + own, own, together)
-        if self.stage == 2:
-            return ShardedMemory(whole, own + together, own, together)
-        return ShardedMemory(own + together, own + unit, own, unit)
+        weights = whole if self.stage == 2 else own + root + together
+        return ShardedMemory(weights, own + min(root + together + unit, whole), own, together)
 
 
 def shard_group_size(zero: Zero, machines: Sequence[int]) -> int:
