@@ -37,6 +37,11 @@ class Shards:
         return self._cuts[unit]
 
     @cached_property
+    def alone(self) -> list[list[Ranges]]:
+        """The ranges of each unit that each rank holds, in a vector of that unit alone."""
+        return [[[cut] for cut in cuts] for cuts in self._cuts]
+
+    @cached_property
     def _cuts(self) -> list[Ranges]:
         return [equal_ranges(size(unit), self.ranks) for unit in self.units]
 
@@ -92,5 +97,5 @@ class ShardedGroup(Group, Protocol):
         ...
 
     def gather(self, whole: torch.Tensor, held: Sequence[Sequence[Range]]) -> Operation[torch.Tensor]:
-        """Gather `whole` in place: the member at each place has its `held[place]`, ranges of `whole`."""
+        """Gather `whole` in place: the member at each place has its `held[place]`, ranges of `whole`; the first most."""
         ...

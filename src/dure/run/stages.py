@@ -143,13 +143,19 @@ class Stages:
 
     def names(self, part: int) -> Names:
         """The names of the workers and servers of one part among themselves."""
-        servers = self.of(part).topology.servers
-        return Names(
-            {
-                WORKER: range(part, self.workers, self.count),
-                SERVER: range(part * servers, (part + 1) * servers),
-            }
-        )
+        if part not in self._names:
+            servers = self.of(part).topology.servers
+            self._names[part] = Names(
+                {
+                    WORKER: range(part, self.workers, self.count),
+                    SERVER: range(part * servers, (part + 1) * servers),
+                }
+            )
+        return self._names[part]
+
+    @cached_property
+    def _names(self) -> dict[int, Names]:
+        return {}
 
     def workers_of(self, part: int) -> list[str]:
         """The workers of one part, by name, in the order of their pipelines."""

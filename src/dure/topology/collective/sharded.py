@@ -131,7 +131,7 @@ class ShardedSession(GroupSession):
         if not isinstance(params, Ghost):
             start, stop = cuts[self.groups.place]
             memory[start:stop] = params[self._places[unit] : self._places[unit + 1]]
-        return self.groups.near.gather(memory, [[cut] for cut in cuts])
+        return self.groups.near.gather(memory, self.shards.alone[unit])
 
     def scatter_unit(self, unit: int, gradient: torch.Tensor) -> Operation[torch.Tensor]:
         """Begin to sum the `gradient` of a unit over all members; the result is this worker's part."""
