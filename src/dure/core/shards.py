@@ -15,8 +15,10 @@ if TYPE_CHECKING:
 
     from dure.core.node import Operation
 
-AT_ONCE = 2
-"""Units that are gathered or scattered at once. Each takes memory: its own, or that of the parts of the other ranks."""
+SLICES_AT_ONCE, UNITS_AT_ONCE = 2, 1
+"""Slices of the gradient of a whole model, and units of one whose parameters are sharded, that are scattered at once.
+
+Each takes memory for its gradient, and for the parts that come from the other ranks."""
 
 
 @dataclass(frozen=True)

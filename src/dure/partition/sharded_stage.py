@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from dure.core.node import Ghost
-from dure.core.shards import AT_ONCE
+from dure.core.shards import UNITS_AT_ONCE
 from dure.partition.stage import Stage
 from dure.partition.stage_module import Leaves
 
@@ -186,10 +186,11 @@ class ShardedStage(Stage):
     def _scaled(self, share: float) -> float:
         return share * self.share
 
-    def _add(self, batch: int, gradients: Sequence[tuple[int, Tensor]]) -> None:
+    def _add(self, batch: int, gradients: list[tuple[int, Tensor]]) -> None:
         """Add the gradients of layers to those of their units."""
         summed = self._summed.setdefault(batch, set())
-        for number, gradient in gradients:
+        while gradients:  # each is freed once it is copied
+            number, gradient = gradients.pop()
             unit = self._unit_of[number]
             start = unit.starts[unit.layers.index(number)]
             part = self._gradient(unit)[start : start + gradient.numel()].view(gradient.shape)
@@ -212,7 +213,7 @@ class ShardedStage(Stage):
         unit = self._units[number]
         if not unit.layers:
             return
-        while len(self._scatters) >= AT_ONCE:
+        while len(self._scatters) >= UNITS_AT_ONCE:
             await self._end_scatter()
         gradient, unit.gradient = self._gradient(unit), None
         if self.module is not None:

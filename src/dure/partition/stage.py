@@ -426,7 +426,7 @@ class Stage:
             self._use_buffers()
         self.module.forward(action.chunk, passed, self._draw(stage, action), self._border_in(stage, action))
 
-    def _add(self, batch: int, gradients: Sequence[tuple[int, Tensor]]) -> None:
+    def _add(self, batch: int, gradients: list[tuple[int, Tensor]]) -> None:
         """Add the gradients of layers to the sum of a mini-batch."""
         assert self.module is not None
         replica = self.module.replica

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dure.core.shards import AT_ONCE
+from dure.core.shards import SLICES_AT_ONCE
 from dure.core.vectors import Range, equal_ranges
 
 
@@ -56,7 +56,7 @@ class Scatters:
 
     def begin(self, part: torch.Tensor) -> None:
         """Begin with a slice. Waits for an earlier one where too many are under way."""
-        while len(self._under_way) >= AT_ONCE:
+        while len(self._under_way) >= SLICES_AT_ONCE:
             self._end_first()
         self._under_way.append(self._scatter(part))
 
