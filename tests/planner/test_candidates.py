@@ -59,7 +59,7 @@ def test_plain_data_parallelism_is_the_first_candidate_and_the_only_one_of_a_sin
 def test_layers_are_split_over_machines_in_pipelines_only_if_nothing_else_fits():
     joined = {text for text in single(EIGHT) if "+tensor" in text}
     assert joined == set()
-    assert all("+tensor" in text or "tensor:ways=" in text and "+zero:" in text for text in wide(EIGHT))
+    assert all("+tensor" in text or ("tensor:ways=" in text and "+zero:" in text) for text in wide(EIGHT))
     assert {text for text in single(HOST) if "+tensor" in text}
 
 

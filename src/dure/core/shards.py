@@ -99,5 +99,5 @@ class ShardedGroup(Group, Protocol):
         ...
 
     def gather(self, whole: torch.Tensor, held: Sequence[Sequence[Range]]) -> Operation[torch.Tensor]:
-        """Gather `whole` in place: the member at each place has its `held[place]`, ranges of `whole`; the first most."""
+        """Gather `whole` in place: the member at each place has its `held[place]`, ranges of it; the first most."""
         ...

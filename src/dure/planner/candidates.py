@@ -189,8 +189,8 @@ def plain(shape: Shape) -> Iterator[str]:
 def sharded(shape: Shape, stages: Sequence[int] = (1, 3)) -> Iterator[str]:
     """Sharded data parallelism over all workers, and where hosts have several, inside each of them.
 
-    Stage 2 has the seconds of stage 1 and needs less memory: `sharded_more` proposes it where stage 1 has no room. Stage
-    3 saves nothing of a model that is one block.
+    Stage 2 has the seconds of stage 1 and needs less memory: `sharded_more` proposes it where stage 1 has no room.
+    Stage 3 saves nothing of a model that is one block.
     """
     levels = ("", ",within=host") if 1 < shape.per_machine < shape.workers else ("",)
     for stage in stages:
@@ -266,8 +266,8 @@ def narrow(shape: Shape) -> Iterator[str]:
 def roomy(shape: Shape) -> Iterator[str]:
     """The candidates where no worker has memory for a whole model: its parameters are sharded, or its layers are split.
 
-    Layers are split inside machines, and their parts are sharded, or pipelines go over the machines. Their micro-batches
-    have one sample. Those that compute activations again come first, as they need least.
+    Layers are split inside machines, and their parts are sharded, or pipelines go over the machines. Micro-batches of
+    these have one sample. Those that compute activations again come first, as they need least.
     """
     yield from sharded(shape, stages=(3,))
     ways = max(_divisors(shape.per_machine, MOST_WAYS), default=1)

@@ -41,10 +41,15 @@ def memory_use(setup: Setup, part: int, batch_size: int | None = None) -> Memory
     """
     size = setup.batch_sizes[0] if batch_size is None else batch_size
     vectors = vectors_of(setup.job.optimizer)
-    if setup.stages is None:
+    if setup.stages is None or _is_whole(setup):
         return _with_members(of_model(setup.job, setup.replica, size, vectors), setup, part)
     activations = None if setup.stages.shared is None else setup.stages.modules[part].kept
     return _with_members(of_part(setup.stages.layout, part, size, vectors, activations), setup, part)
+
+
+def _is_whole(setup: Setup) -> bool:
+    """Whether a worker computes the whole model, block by block: blocks hand their outputs on without a copy."""
+    return setup.keeps_shards and setup.parts == 1
 
 
 def of_workers(setup: Setup, workers: Iterable[int]) -> Iterator[tuple[int, MemoryUse]]:
@@ -75,13 +80,14 @@ def check_process_memory(setup: Setup, worker: int, limit: int | None) -> None:
     """
     if limit is None:
         return
-    if setup.stages is None:
+    if setup.stages is None or _is_whole(setup):
         nbytes = setup.replica.params.nbytes
         frozen, vectors = frozen_nbytes([setup.replica.module]), vectors_of(setup.job.optimizer)
         use = _with_members(MemoryUse(nbytes, nbytes, vectors * nbytes, 0, 0, frozen=frozen), setup, 0)
     else:
         use = memory_use(setup, worker % setup.parts, setup.batch_sizes[setup.replica_of(worker)])
-    backward = use.weights  # the gradients of all layers, before they are in the flat gradient
+    sharded = setup.zero is not None and setup.zero.stage > 1  # each slice or block is freed
+    backward = 0 if sharded else use.weights  # the gradients of all layers, before they are in the flat gradient
     if use.total + backward > limit:
         raise UsageError(
             f"worker {worker} needs {use.total + backward:,} {NO_ROOM} ({use}, backward {backward:,}), "
@@ -176,10 +182,10 @@ def _sharded_more(setup: Setup) -> list[str]:
     partition, zero = setup.strategy.partition, setup.zero
     pipeline = None if pipeline_of(partition) is ONE_STAGE or setup.parts == 1 else pipeline_of(partition)
     shared = shared_of(partition)
-    for stage in range(3, 0 if zero is None else zero.stage, -1):
-        if stage == 3 and is_one_block(setup.job, setup.model.replica.module):
+    stage, within = (0, None) if zero is None else (zero.stage, zero.within)
+    for more in (Zero(stage=3, within=within), Zero(stage=2, within=within), Zero(stage=1, within=within)):
+        if more.stage <= stage or (more.stage == 3 and is_one_block(setup.job, setup.model.replica.module)):
             continue
-        more = Zero(stage=stage) if zero is None else replace(zero, stage=stage)
         joined = more if setup.parts == 1 else Mesh(pipeline, shared, more)
         with suppress(StrategyError):
             return [member_text("partition", replace(setup.strategy, partition=joined).partition)]

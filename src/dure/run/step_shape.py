@@ -11,6 +11,7 @@ import torch
 from dure.codec.fp32 import Float32
 from dure.core.deployment import SERVER
 from dure.core.devices import KERNEL, Device, device
+from dure.core.vectors import size
 from dure.job.job import PRECISIONS
 from dure.partition.backward import DeviceSpeed, by_operations, costs_of, even, stated
 from dure.runtime.virtual.accelerators import slowest_of
@@ -20,11 +21,14 @@ from dure.sync.bsp import BSP
 from dure.topology.collective.choice import Collective
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from dure.core.step_shape import StepShape
     from dure.job.job import Job
     from dure.run.setup import Setup
     from dure.runtime.virtual.cluster import Cluster
     from dure.runtime.virtual.compute import Compute
+    from dure.runtime.virtual.network import Network
 
 
 def step_shape(setup: Setup, cluster: Cluster) -> StepShape:
@@ -102,6 +106,32 @@ def slices_of(setup: Setup, shape: StepShape) -> list[tuple[int, float]]:
         (stop - start, 1 - max(done[each.start] for each in layers if start <= each.start < stop))
         for start, stop in setup.topology.slice_ranges
     ]
+
+
+def delays_by_shards(setup: Setup, cluster: Cluster, network: Network) -> tuple[float, float]:
+    """The seconds by which forward and backward are longer where accelerators gather parameters meanwhile.
+
+    As with buckets of a gradient: nothing is computed at the start of a collective, and less while it is under way;
+    each tensor makes backward longer. Nothing is computed beside the first gather and the last scatter.
+    """
+    shards = setup.shards
+    if not (cluster.accelerated and setup.keeps_shards) or setup.stages is None or shards is None:
+        return 0.0, 0.0
+    engine, replica = cluster.engine_in_use, setup.of_worker(0).model.replica
+    alike, itemsize = setup.stages.workers_of(0), replica.params.element_size()
+    near, across = alike[: shards.ranks], alike[:: shards.ranks]
+
+    def lost(kind: str, numel: int, members: Sequence[str]) -> float:
+        if not numel or len(members) == 1:
+            return 0.0
+        seconds = network.cost(kind, numel * itemsize, members, itemsize).seconds
+        return seconds - max(0.0, seconds - engine.start) / (1.0 + engine.contention)
+
+    parts = [(size(unit), size([shards.cuts(number)[0]])) for number, unit in enumerate(shards.units)][1:]
+    gathers = [lost("all_gather", own, near) for _, own in parts]
+    scatters = [lost("reduce_scatter", unit, near) + lost("all_reduce", own, across) for unit, own in parts]
+    tensors = engine.rules.tensor * len(replica.layers)
+    return sum(gathers[1:]), sum(gathers[:-1]) + sum(scatters[1:]) + tensors
 
 
 USUAL = 16.0
