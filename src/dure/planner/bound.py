@@ -6,6 +6,7 @@
     servers, s shards          updates of a step * M / s over the card of a server, M over the card of each worker; M
                                over all cards where any workers may push, less what stays within a machine
     sharded, stages 1 and 2    max(computation, half of that for an all-reduce of M) + the other half
+    sharded, stage 3           max(computation, all messages) + the first gather and the last scatter
     sharded, within=W          as the all-reduce of a part of M among the hosts that have it
     input                      samples of a step / sum of those that the machines load in a second
 
@@ -20,11 +21,15 @@ from typing import TYPE_CHECKING
 from dure.codec.coder import SliceLayout
 from dure.codec.cost import is_fixed
 from dure.codec.fp32 import Float32
+from dure.partition.blockwise import blockwise
+from dure.partition.layout import StageLayout
 from dure.partition.mesh import parts_of, zero_of
 from dure.partition.methods.zero import Zero
+from dure.partition.sharded_stage import units_of
 from dure.partition.whole import Whole
 from dure.planner.candidates import ONE, placed
 from dure.planner.timing import config_of
+from dure.run.step_shape import shape_of_whole
 from dure.run.strategy import Strategy
 from dure.sync.base import server_rule_of, traits_of
 from dure.topology.collective.choice import Collective
@@ -45,15 +50,31 @@ def least_seconds(scene: Scene, strategy: str) -> float:
         return scene.batch / alone.batch * least_seconds(alone, plain)
     chosen = Strategy.parse(strategy)
     computing, sent = _computing(scene, strategy, chosen), _communicating(scene, chosen)
-    return max(_one_step(chosen, computing, sent), _loading(scene, chosen))
-
-
-def _one_step(chosen: Strategy, computing: float, sent: float) -> float:
-    """The seconds of a step with so many of `computing`, and `sent` for its bytes."""
     zero = zero_of(chosen.partition)
-    if zero is None or zero.stage == 3 or zero.within is not None or parts_of(chosen.partition) > 1:
-        return max(computing, sent)
-    return max(computing, sent / 2) + sent / 2  # parameters are gathered after the step
+    if zero is not None:
+        computing *= 1 - _spared(scene)
+    if zero is not None and zero.within is None and parts_of(chosen.partition) == 1:
+        return max(_sharded(scene, zero, computing, sent / 2), _loading(scene, chosen))
+    return max(computing, sent, _loading(scene, chosen))
+
+
+def _sharded(scene: Scene, zero: Zero, computing: float, once: float) -> float:
+    """The seconds of a step of sharded data parallelism, where all parameters are gathered, or scattered, in `once`."""
+    if zero.stage < 3:
+        return max(computing, once) + once
+    job, replica = scene.job, scene.model.replica
+    units = units_of(StageLayout(job, blockwise(job, replica, None), replica), 0)
+    root, *blocks = (sum(each.stop - each.start for each in unit) / replica.numel for unit in units)
+    lane = (3 - root - blocks[-1]) * once
+    return max(computing + 2 * (root + blocks[0]) * once, lane)
+
+
+def _spared(scene: Scene) -> float:
+    """The most of a step that a worker spares which updates a shard: accelerators count the seconds of an update."""
+    if not scene.cluster.accelerated:
+        return 0.0
+    shape = shape_of_whole(scene.job, scene.model, scene.cluster, max(1, scene.batch // scene.workers))
+    return shape.update * (1 - 1 / scene.workers)
 
 
 def _loading(scene: Scene, chosen: Strategy) -> float:

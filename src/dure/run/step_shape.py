@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from dure.core.step_shape import StepShape
+    from dure.job.initial_model import InitialModel
     from dure.job.job import Job
     from dure.run.setup import Setup
     from dure.runtime.virtual.cluster import Cluster
@@ -37,30 +38,27 @@ def step_shape(setup: Setup, cluster: Cluster) -> StepShape:
     The job's seconds of blocks count first, then the operations of blocks where the workers are accelerators, then the
     share of backward that the cluster states.
     """
-    known, batch = setup.model.step_shapes, setup.batch_sizes[0]
+    batch = setup.batch_sizes[0]
     if setup.stages is not None and setup.stages.layout.costs is not None:
         batch = setup.job.own_batch_size  # the step of which parts count as shares
-    speed = (
-        speed_of(cluster, setup.job, setup.model.replica.params.dtype)
-        if cluster.accelerated or cluster.servers.overlap
-        else None
-    )
-    key = (batch, speed, cluster.backward)
-    if key not in known:
-        known[key] = _shape(setup, cluster, batch, speed)
-    found = known[key]
+    found = shape_of_whole(setup.job, setup.model, cluster, batch)
     if setup.stages is not None:  # a worker has a part of the model, and sums its gradient at the end
         return replace(found, tensors=())
     apart = set(setup.topology.apart)
     return replace(found, tensors=tuple(each for each in found.tensors if each.number not in apart)) if apart else found
 
 
-def _shape(setup: Setup, cluster: Cluster, batch: int, speed: DeviceSpeed | None) -> StepShape:
-    job, replica = setup.job, setup.model.replica
-    found = stated(job, replica)
-    if found is None and speed is not None:
-        found = by_operations(job, replica, batch, speed)
-    return even(job, replica, cluster.backward) if found is None else found
+def shape_of_whole(job: Job, model: InitialModel, cluster: Cluster, batch: int) -> StepShape:
+    """The shape of the steps of a whole model, of `batch` samples each."""
+    known, replica = model.step_shapes, model.replica
+    speed = speed_of(cluster, job, replica.params.dtype) if cluster.accelerated or cluster.servers.overlap else None
+    key = (batch, speed, cluster.backward)
+    if key not in known:
+        found = stated(job, replica)
+        if found is None and speed is not None:
+            found = by_operations(job, replica, batch, speed)
+        known[key] = even(job, replica, cluster.backward) if found is None else found
+    return known[key]
 
 
 def slowest(setup: Setup, cluster: Cluster) -> float:
