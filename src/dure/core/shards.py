@@ -26,6 +26,7 @@ class Shards:
     """The parts of a flat vector that `ranks` hold, of each of its `units` an equal one.
 
     A unit is what one message gathers or scatters: ranges of the vector, one after another. The units cover the vector.
+    With `frees_gradients` a rank keeps no more of a gradient than its part.
 
     >>> Shards([[(0, 4)], [(4, 7)]], ranks=2).of(1)
     [(2, 4), (6, 7)]
@@ -33,6 +34,7 @@ class Shards:
 
     units: Sequence[Ranges]
     ranks: int
+    frees_gradients: bool = False
 
     def cuts(self, unit: int) -> Ranges:
         """The part of each rank in a unit, as ranges of the unit."""

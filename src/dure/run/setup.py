@@ -259,7 +259,7 @@ class Setup:
         if self.stages is not None:
             return self.of_worker(0).shards
         units = [[each] for each in reversed(cut(self.replica))]
-        return Shards(units, shard_group_size(self.zero, self.machines))
+        return Shards(units, shard_group_size(self.zero, self.machines), frees_gradients=self.zero.stage == 2)
 
     @property
     def keeps_shards(self) -> bool:

@@ -297,7 +297,8 @@ class VirtualGroup:
             checked = not isinstance(mean, Ghost) and all_finite(mean)  # once for all members
             for place, (operation, gradient) in enumerate(order):
                 if round_.shards is not None:
-                    operation.resolve(gradient.with_values(_part(mean, round_.shards, place)))
+                    part = _part(mean, round_.shards, place)
+                    operation.resolve(gradient.part(part, keeps_local=not round_.shards.frees_gradients))
                     continue
                 gradient.values.copy_(mean)
                 gradient.checked = checked

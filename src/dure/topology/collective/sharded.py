@@ -86,6 +86,8 @@ class ShardedSession(GroupSession):
             return gradient
         gradient.checked = math.isfinite(squares)
         if not gradient.checked:
+            if gradient.local is not None:
+                gradient.faulty = await self.ranks_at_fault(all_finite(gradient.local))
             gradient.values.fill_(math.nan)  # a part that is finite belongs to a gradient that is refused
         elif self._clip is not None:
             gradient.values *= clip_factor(math.sqrt(squares), self._clip)
