@@ -26,9 +26,9 @@ RANK = int(os.environ.get("RANK", 0))
 WORLD = int(os.environ.get("WORLD_SIZE", 1))
 STAGES = ("zero:stage=1", "zero:stage=2")
 RULES = {
-    "sgd": lambda groups: torch.optim.SGD(groups, lr=0.1),
-    "momentum": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True),
-    "adamw": lambda groups: torch.optim.AdamW(groups, lr=0.01),
+    "sgd": lambda groups: torch.optim.SGD(groups, lr=0.02),
+    "momentum": lambda groups: torch.optim.SGD(groups, lr=0.02, momentum=0.9, nesterov=True),
+    "adamw": lambda groups: torch.optim.AdamW(groups, lr=0.001, eps=1e-4),
 }
 
 
@@ -39,6 +39,7 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.embedding = nn.Embedding(10, 32)
+        nn.init.normal_(self.embedding.weight, std=0.1)
         self.wide = nn.Linear(32, 20000)  # of slices of their own, with the next
         self.narrow = nn.Linear(20000, 32)
         self.norm = nn.BatchNorm1d(32)
@@ -55,7 +56,7 @@ def groups(net):
     """The biases learn at half the rate; the other parameters decay."""
     trained = [each for each in net.parameters() if each.requires_grad]
     small = [each for each in trained if each.dim() == 1]
-    return [{"params": small, "lr": 0.05}, {"params": [p for p in trained if p.dim() > 1], "weight_decay": 0.01}]
+    return [{"params": small, "lr": 0.01}, {"params": [p for p in trained if p.dim() > 1], "weight_decay": 0.01}]
 
 
 def batches(steps, size=12):
@@ -144,8 +145,8 @@ def beside(rule, name, clip=None, steps=4):
 
 def case_clipped():
     """`clip_grad_norm_` of the replica, beside that of PyTorch on whole means."""
-    gave = {str(shard): digest(flat(train("momentum", shard=shard, clip=0.3)))[1] for shard in (None, *STAGES)}
-    return gave | {"ddp": beside("momentum", "clipped", clip=0.3)[0][1]}
+    gave = {str(shard): digest(flat(train("momentum", shard=shard, clip=0.1)))[1] for shard in (None, *STAGES)}
+    return gave | {"ddp": beside("momentum", "clipped", clip=0.1)[0][1]}
 
 
 def case_norms():
@@ -155,7 +156,7 @@ def case_norms():
         seen = []
 
         def clip(replica, number, seen=seen):
-            seen.append([float(replica.clip_grad_norm_(0.3)), float(replica.clip_grad_norm_(10.0))])
+            seen.append([float(replica.clip_grad_norm_(0.1)), float(replica.clip_grad_norm_(10.0))])
 
         train("sgd", shard=shard, between=clip)
         gave[str(shard)] = seen

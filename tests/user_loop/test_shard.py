@@ -26,7 +26,7 @@ STAGES = sharded.STAGES
 SHORT = ("equal", "norms", "memory", "discarded", "nan")
 LONG = ("equal_too", "clipped", "clips_without_backward", "accumulated", "quarantined", "resumed", "refused")
 LONG_TOO = ("two_models", "stops")
-OF_THREE = ("equal", "clipped", "nan")
+OF_THREE = ("equal", "equal_too", "clipped", "nan")
 
 
 def torchrun(folder, *cases, ranks=2):
@@ -84,8 +84,10 @@ def test_three_ranks_are_close_and_alike(tmp_path):
     for rank in ranks:
         for stage in STAGES:
             for other in ("None", "ddp"):
-                assert distance(rank["equal"][f"adamw {stage}"][0][1], rank["equal"][f"adamw {other}"][0][1]) < 1e-6
                 assert distance(rank["clipped"][stage], rank["clipped"][other]) < 1e-6
+                for rule in sharded.RULES:
+                    found = rank["equal"] | rank["equal_too"]
+                    assert distance(found[f"{rule} {stage}"][0][1], found[f"{rule} {other}"][0][1]) < 1e-6
             assert rank["equal"][f"adamw {stage}"] == ranks[0]["equal"][f"adamw {stage}"]
             assert rank["nan"][stage] == ranks[0]["nan"][stage]
 
@@ -96,8 +98,8 @@ def test_clipping_is_by_the_norm_of_the_whole_mean(ranks):
         for stage in STAGES:
             for (before, after), (wanted, _) in zip(rank["norms"][stage], whole, strict=True):
                 assert before == pytest.approx(wanted, rel=3e-5)  # a sum of 640,000 squares in float32
-                assert after == pytest.approx(0.3, rel=1e-5)
-        assert all(before > 1 for before, _ in whole)
+                assert after == pytest.approx(0.1, rel=1e-5)
+        assert all(before > 0.2 for before, _ in whole)
         assert rank["norms"]["zero:stage=1"] == ranks[0]["norms"]["zero:stage=2"]
 
 
@@ -147,11 +149,12 @@ def test_memory_is_that_of_a_part(ranks, stage):
         assert found["state"] == params  # two vectors of AdamW, half of each
         assert found["users"] == 0, "the user's optimizer has no state"
         assert found["after"] == 0, "no parameter has a gradient between backward and step"
-        # The own part; of each slice under way the parts of others, and with stage 2 the slice itself and the next.
-        slices = 2 * IN_FLIGHT + 3 if stage == "zero:stage=2" else IN_FLIGHT + 2
+        # The own part; of each slice under way the parts of others, and with stage 2 the slice itself and the next. The
+        # engine's threads may hold what has ended for a moment more.
+        slices = 2 * IN_FLIGHT + 5 if stage == "zero:stage=2" else IN_FLIGHT + 4
         assert params / 2 < found["peak"] <= params / 2 + slices * largest
         assert found["kept"] == (4 if stage == "zero:stage=2" else params)
-        assert slices * largest < 0.6 * params, "slices that are not freed would be found"
+        assert slices * largest < 0.7 * params, "slices that are not freed would be found"
 
 
 # ---- gradients that are not finite
