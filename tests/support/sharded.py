@@ -3,10 +3,6 @@
 Rank r writes what the cases return to FOLDER/r.json.
 """
 
-import contextlib
-import copy
-import functools
-import io
 import json
 import math
 import os
@@ -14,7 +10,6 @@ import sys
 from pathlib import Path
 
 import torch
-from support.storages import Peak
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel

@@ -122,7 +122,7 @@ class MeanGradients(Protocol):
         ...
 
 
-class Shard(Protocol):
+class HeldShard(Protocol):
     """The part of a worker in what the workers of one part of a model would hold alike: ranges of a flat vector."""
 
     @property
@@ -134,8 +134,28 @@ class Shard(Protocol):
         """This worker's part of the mean of `values`, of which each member has a `share`."""
         ...
 
+    async def agreed(self, gradient: Gradient) -> Gradient:
+        """Limit the norm of a gradient of which each worker has a part, and let all refuse one that is not finite."""
+        ...
+
     async def sum_near(self, number: float) -> float:
         """The sum of a number over the workers that share a copy."""
+        ...
+
+
+class ShardedUnits(HeldShard, Protocol):
+    """A shard of the parameters, which are gathered, and whose gradients are scattered, unit by unit."""
+
+    def gather_unit(self, unit: int, memory: torch.Tensor) -> Operation[torch.Tensor]:
+        """Begin to gather the parameters of a unit into `memory`."""
+        ...
+
+    def scatter_unit(self, unit: int, gradient: torch.Tensor) -> Operation[torch.Tensor]:
+        """Begin to sum the gradient of a unit over all members; the result is this worker's part."""
+        ...
+
+    def place_of(self, unit: int) -> int:
+        """The start of a unit's part in the shard."""
         ...
 
 
@@ -159,7 +179,7 @@ class Requester(Protocol):
     def group(self) -> MeanGradients: ...
 
     @property
-    def shard(self) -> Shard | None:
+    def shard(self) -> HeldShard | None:
         """The shard of a worker that holds one."""
         ...
 

@@ -19,6 +19,7 @@ from dure.core.node import Ghost, StepPortion, StepTime
 from dure.job.optimizer import clip_factor
 from dure.partition.messages import COPIES, NORM, TIES, PortionBatches, free_tag
 from dure.partition.programmed import Programmed
+from dure.partition.sharded_stage import ShardedStage
 from dure.partition.stage_state import leave_version, mean_of_versions
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
     from dure.core.node import Operation
     from dure.core.vectors import Range
-    from dure.job.gradient import Gradient, Requester, Shard
+    from dure.job.gradient import Gradient, HeldShard, Requester
     from dure.partition.orders import Action
     from dure.partition.stage import Stage
 
@@ -97,7 +98,7 @@ async def share_copies(stage: Stage, gradient: Tensor) -> None:
     stage.meter.add("wait", started, stage.node.now(), "update")
 
 
-async def limit_norm(stage: Stage, gradient: Tensor, clip: float, shard: Shard | None = None) -> None:
+async def limit_norm(stage: Stage, gradient: Tensor, clip: float, shard: HeldShard | None = None) -> None:
     """Limit the norm of the gradient of the whole model, of which `gradient` is a part, to `clip`, in place.
 
     The workers add up their squared norms in the order of parts. A parameter that several hold counts at the first.
@@ -117,7 +118,7 @@ async def limit_norm(stage: Stage, gradient: Tensor, clip: float, shard: Shard |
     gradient *= clip_factor(math.sqrt(sum(map(float, each))), clip)
 
 
-def _squares_without(gradient: Tensor, again: Sequence[Range], shard: Shard | None) -> float:
+def _squares_without(gradient: Tensor, again: Sequence[Range], shard: HeldShard | None) -> float:
     """The sum of squares of a gradient without the ranges `again` of the whole flat vector."""
     ranges = [(0, gradient.numel())] if shard is None else shard.own
     total, at = torch.zeros((), dtype=torch.float64, device=gradient.device), 0
@@ -154,7 +155,6 @@ class StageSource:
     """
 
     can_stop = False
-    whole = False
 
     def __init__(self, stage: Stage, *, share: float, samples: int, clip: float | None = None) -> None:
         self.stage = stage
@@ -162,6 +162,7 @@ class StageSource:
         self.share = share
         self.samples = samples
         self.batch_size = stage.batches.batch_size
+        self.whole = isinstance(stage, ShardedStage) and len(stage.layout.parts) == 1
         self._updates: AsyncIterator[Gradient] | None = None
 
     @property
@@ -246,8 +247,13 @@ class StageSource:
         if shard is None:
             return await self._completed(await self._mean_of_replicas(requester))
         gradient = await self._next(requester)
-        await sum_ties(self.stage, gradient.values)  # before it is scattered: the copies are parts of other shards
-        part = await shard.part_of_mean(gradient.values, self.share)
+        if isinstance(self.stage, ShardedStage):
+            part = await self.stage.part_of_mean()
+        else:
+            await sum_ties(self.stage, gradient.values)  # before it is scattered: the copies are parts of other shards
+            part = await shard.part_of_mean(gradient.values, self.share)
+        if self.whole:
+            return await shard.agreed(gradient.with_values(part))
         if self.clip is not None:
             await limit_norm(self.stage, part, self.clip, shard)
         return gradient.with_values(part)

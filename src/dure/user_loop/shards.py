@@ -77,7 +77,7 @@ class LoopShards(LoopCollectives):
         if not self._engine.alone:
             group: Any = self._group
             groups = ShardGroups(group, group, None, self._shards, worker.rank)
-            worker.sessions.group = worker.sessions.sharded = ShardedSession(worker, groups)
+            worker.sessions.group = worker.sessions.sharded = ShardedSession(worker, groups, whole=True)
 
     def rates(self) -> list[float] | None:
         """The present rate of each parameter group."""

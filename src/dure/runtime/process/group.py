@@ -151,7 +151,7 @@ class ProcessGroup:
     def _wait_in_backward(self, work: Any) -> None:
         """Wait for an operation of the engine outside of the loop. Raises `PeerLost`."""
         if self._own is not None and self._own.device.type != "cpu":
-            work.wait()  # which orders the stream alone
+            work.wait(TIMEOUT)  # which orders the stream alone
             return
         try:
             while not _has_ended(work, LOOK):
