@@ -3,6 +3,10 @@
 Rank r writes what the cases return to FOLDER/r.json.
 """
 
+import contextlib
+import copy
+import functools
+import io
 import json
 import math
 import os
@@ -10,6 +14,7 @@ import sys
 from pathlib import Path
 
 import torch
+from support.storages import Peak
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -243,19 +248,26 @@ def case_discarded():
 
 
 def case_nan():
-    """Rank 1 has a gradient with NaN in step 1: the parameters of each step, and the state after it."""
+    """One element of a gradient is NaN in step 1, in the part of one rank: the model after each step."""
     gave = {}
     for shard in (None, *STAGES):
         seen = []
         net = Net().eval()
         with dure.attach(net, RULES["adamw"](groups(net)), sync="bsp", shard=shard) as replica:
             for number, (tokens, targets) in enumerate(batches(3)):
-                spoil = math.nan if RANK == 1 and number == 1 else 1.0
-                (cross_entropy(net(tokens), targets) * spoil).backward()
+                spoiling = net.narrow.weight.register_hook(spoilt if RANK == WORLD - 1 and number == 1 else torch.clone)
+                cross_entropy(net(tokens), targets).backward()
+                spoiling.remove()
                 replica.step()
                 seen.append(digest(flat(net)))
         gave[str(shard)] = seen
     return gave
+
+
+def spoilt(gradient):
+    gradient = gradient.clone()
+    gradient[0, 0] = math.nan
+    return gradient
 
 
 def case_quarantined():

@@ -13,10 +13,10 @@ from support.wording import raising
 from torch import nn
 
 import dure
+from dure.core.shards import SLICES_AT_ONCE
 from dure.errors import StrategyError, UsageError
 from dure.job.overlap import cut
 from dure.job.replica import Replica
-from dure.runtime.process.scatter import IN_FLIGHT
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.xdist_group("shard"), pytest.mark.timeout(400)]
@@ -150,7 +150,7 @@ def test_memory_is_that_of_a_part(ranks, stage):
         assert found["after"] == 0, "no parameter has a gradient between backward and step"
         # The own part; of each slice under way the parts of others, and with stage 2 the slice itself and the next. The
         # engine's threads may hold what has ended for a moment more.
-        slices = 2 * IN_FLIGHT + 5 if stage == "zero:stage=2" else IN_FLIGHT + 4
+        slices = 2 * SLICES_AT_ONCE + 5 if stage == "zero:stage=2" else SLICES_AT_ONCE + 4
         assert params / 2 < found["peak"] <= params / 2 + slices * largest
         assert found["kept"] == (4 if stage == "zero:stage=2" else params)
         assert slices * largest < 0.7 * params, "slices that are not freed would be found"
