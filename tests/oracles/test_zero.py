@@ -33,7 +33,7 @@ def test_two_processes_have_the_bits_of_bsp(job, partition, fork_server):
 @pytest.mark.parametrize("workers", [2, 3, 4])
 @pytest.mark.parametrize("partition", [*STAGES, "zero:stage=1,within=2", "zero:stage=3,within=2"])
 @pytest.mark.parametrize("optimizer", ["sgd:lr=0.1", "adamw:lr=0.01,eps=0.001", "momentum:lr=0.05,clip=0.1"])
-@pytest.mark.parametrize("job", [zero_jobs.mlp, zero_jobs.cnn, zero_jobs.unused, stage_jobs.tied])
+@pytest.mark.parametrize("job", [zero_jobs.mlp, zero_jobs.cnn, zero_jobs.unused, stage_jobs.tied, zero_jobs.dropped])
 def test_virtual_runs_equal_bsp(workers, partition, optimizer, job):
     if "within" in partition and workers % 2:
         pytest.skip("groups of two")

@@ -270,3 +270,15 @@ def test_one_rank_has_all_parts():
     for one, other in zip(*(net.parameters() for net in nets), strict=True):
         assert torch.allclose(one, other, atol=1e-7)
     assert not replica.optimizer.state
+
+
+def test_a_parameter_without_a_gradient_decays_as_one_whose_gradient_is_zero():
+    torch.manual_seed(0)
+    net = nn.ModuleList([nn.Linear(3, 1), nn.Linear(3, 1)])
+    before = net[1].weight.detach().clone()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, weight_decay=0.5)
+    with dure.attach(net, optimizer, sync="bsp", shard="zero:stage=1") as replica:
+        for x in torch.randn(2, 5, 3):
+            net[0](x).square().mean().backward()
+            replica.step()
+    assert torch.allclose(net[1].weight, before * 0.95**2)
