@@ -94,9 +94,9 @@ def attach(
     meet. Tensors between machines have an authentication code, or with `integrity="checksum"` a checksum alone.
 
     Raises:
-        UsageError: the strategy makes no sense, servers cannot do what the optimizer does, the model is attached
-            already, a wrapper such as DistributedDataParallel synchronizes it, torch.distributed has another number of
-            ranks than the environment, or others may read the key file.
+        UsageError: the strategy makes no sense, servers or shards cannot do what the optimizer does, the model is
+            attached already, a wrapper such as DistributedDataParallel synchronizes it, torch.distributed has another
+            number of ranks than the environment, or others may read the key file.
         ReplicaError: the model cannot be laid out flat.
         PeerLost: another rank has failed before all were there.
     """

@@ -177,7 +177,8 @@ class Attached:
                 scaler = None
             if scaler is not None:
                 self._check.begin(scaler, stepped)
-            self._optimizer.missing.look(self.clock, exchanged=self._source.is_exchanged)
+            if not self._source.is_over:
+                self._optimizer.missing.look(self.clock, exchanged=self._source.is_exchanged)
             self._examine("step")
             mine = scaler is not None and not self._source.exchanges and self._check.overflowed(scaler)
             if not self._ties.intend("overflow" if mine else "step"):
@@ -195,17 +196,19 @@ class Attached:
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Limit the norm of the next step's gradient to `max_norm`; returns the norm before, a tensor of one number.
 
-        As `torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)`, which cannot be used with shards: each rank
-        has a part of the mean there, and all clip it by the norm of the whole. All ranks call it, after the last
-        backward of the step.
+        It clips what `torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)` would, which cannot be used with
+        shards: there each rank has a part of the mean, and clips it by the norm of the whole. All ranks call it, after
+        the last backward of the step.
         """
         if not self._may("clip_grad_norm_"):
             return torch.zeros(())
         exchange = self._source.exchanged
-        if not isinstance(exchange, ShardedExchange):
-            return torch.nn.utils.clip_grad_norm_(self._replica.parameters, max_norm)
         with self._lifetime.guarded():
-            return exchange.clip(max_norm) if self._ties.intend("step") else torch.zeros(())
+            if exchange is not None and not self._ties.intend("step"):  # for a rank without a backward
+                return torch.zeros(())
+            if isinstance(exchange, ShardedExchange):
+                return exchange.clip(max_norm)
+        return torch.nn.utils.clip_grad_norm_(self._replica.parameters, max_norm)
 
     def skip(self) -> bool:
         """Make a step without a gradient: the clock advances, and this rank contributes zero.

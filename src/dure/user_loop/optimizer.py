@@ -269,7 +269,8 @@ def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
     if _names(optimizer) & _SYNCHRONIZING:
         raise UsageError(
             f"{kind} synchronizes the ranks as well: both would do so. Attach with the optimizer that it is made of, "
-            "such as torch.optim.AdamW(model.parameters(), lr=0.001)."
+            "such as torch.optim.AdamW(model.parameters(), lr=0.001). To shard its state over the ranks, write "
+            'dure.attach(model, optimizer, sync="bsp", shard="zero:stage=1").'
         )
     if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         raise UsageError(

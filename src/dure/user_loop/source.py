@@ -95,6 +95,11 @@ class LoopSource(StatelessSource):
         return self.exchange is not None and self.wants_mean and self.exchange.going is not None
 
     @property
+    def is_over(self) -> bool:
+        """Whether the exchange of the pending gradient has found that a rank has no more work."""
+        return self.is_exchanged and self.exchange is not None and not self.exchange.going
+
+    @property
     def exchanged(self) -> Exchange | None:
         """The exchange, if the pending gradient is to be the group's mean."""
         return self.exchange if self.wants_mean else None
