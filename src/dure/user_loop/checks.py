@@ -30,6 +30,7 @@ from dure.core.vectors import all_finite
 from dure.errors import Quarantined, UsageError
 from dure.job.replica import as_bytes
 from dure.sync.worker_state import MOST_REFUSED
+from dure.user_loop.shards import local
 
 if TYPE_CHECKING:
     from torch.amp import GradScaler
@@ -44,11 +45,14 @@ if TYPE_CHECKING:
 _FSDP = "torch.distributed.fsdp"
 
 
-def check_unwrapped(model: nn.Module) -> None:
-    """Raises `UsageError` where `model` or a submodule synchronizes itself: DDP, DataParallel, FSDP, fully_shard."""
+def check_unwrapped(model: nn.Module, allowed: str = "") -> None:
+    """Raises `UsageError` where `model` or a submodule synchronizes itself: DDP, DataParallel, FSDP, fully_shard.
+
+    The wrapper that is `allowed` is not refused.
+    """
     for name, module in model.named_modules():
         wrapper = _wrapper(module)
-        if wrapper is None:
+        if wrapper is None or wrapper == allowed:
             continue
         place = "the model" if not name else f"the submodule {name!r}"
         raise UsageError(
@@ -104,7 +108,10 @@ def _living() -> Iterator[DistributedDataParallel]:
 
 def _advice(name: str, wrapper: str) -> str:
     if wrapper == "fully_shard":
-        return "Attach the module before it is sharded"
+        return (
+            "If it is split inside groups of ranks, and a method is to synchronize the groups, give the dimension of "
+            'the groups: dure.attach(..., across=mesh["groups"]). Or attach the module before it is sharded'
+        )
     inside = f"model.{name}.module" if name else "model.module"
     return f"Attach the module inside ({inside})" if not name else f"Put the module inside ({inside}) in its place"
 
@@ -158,6 +165,7 @@ class GradientCheck:
         except RuntimeError as error:
             if "already" not in str(error):
                 raise
+        self._replica.collect()
         return not all_finite(self._replica.grads)
 
     def skips(self, scaler: GradScaler, known: bool | None) -> bool:
@@ -272,7 +280,8 @@ _REMOVED = (
 
 
 def _has_values(gradient: torch.Tensor) -> bool:
-    return gradient.layout != torch.strided or bool(gradient.any())
+    """Whether a gradient, or its part at this rank, is not zero; a sparse one counts as such."""
+    return gradient.layout != torch.strided or bool(local(gradient).any())
 
 
 # ---- changes in place

@@ -26,6 +26,7 @@ from dure.sync.base import traits_of
 if TYPE_CHECKING:
     from dure.job.replica import Replica
     from dure.run.strategy import Strategy
+    from dure.runtime.launch.rendezvous import RankEnvironment
     from dure.sync.worker_state import WorkerState
 
 FORMAT = 2
@@ -46,6 +47,7 @@ def model_text(replica: Replica) -> str:
 
 def state_dict(
     strategy: Strategy,
+    place: RankEnvironment,
     worker: WorkerState,
     replica: Replica,
     optimizer: torch.optim.Optimizer,
@@ -59,8 +61,8 @@ def state_dict(
     whole = {
         "format": FORMAT,
         "strategy": str(strategy),
-        "rank": worker.rank,
-        "world_size": worker.world_size,
+        "rank": place.rank,
+        "world_size": place.world_size,
         "model": model_text(replica),
         "clock": worker.clock,
     }
@@ -114,6 +116,7 @@ class RankState:
 def checked(
     state: Mapping[str, Any],
     strategy: Strategy,
+    place: RankEnvironment,
     worker: WorkerState,
     replica: Replica,
     optimizer: torch.optim.Optimizer,
@@ -136,16 +139,16 @@ def checked(
             f"this state has no {' and no '.join(missing)}, or a value of another type there. Load what "
             "replica.state_dict() gave, unchanged."
         )
-    _check_fits(state, worker, mine)
+    _check_fits(state, place, mine)
     return RankState(state)
 
 
-def _check_fits(state: Mapping[str, Any], worker: WorkerState, mine: dict[str, Any]) -> None:
+def _check_fits(state: Mapping[str, Any], place: RankEnvironment, mine: dict[str, Any]) -> None:
     if "tensors" in state:
-        mine["rank"] = worker.rank
-    if "tensors" in state and state["world_size"] != worker.world_size:
+        mine["rank"] = place.rank
+    if "tensors" in state and state["world_size"] != place.world_size:
         raise UsageError(
-            f"this state is of a training with {state['world_size']} ranks, and {worker.world_size} are attached: each "
+            f"this state is of a training with {state['world_size']} ranks, and {place.world_size} are attached: each "
             f"has a replica of its own. Start {state['world_size']} ranks, or load the model alone and leave the state."
         )
     for name, value in mine.items():

@@ -63,8 +63,9 @@ class StatelessSource:
 class LoopSource(StatelessSource):
     """A `GradientSource`: the method's request is pending until the user's next `step()`.
 
-    `batch_size` is this rank's weight, and `name` is the model's in errors and warnings. `exchange` makes the group's
-    mean of a gradient, None in a world of one. `shares_memory`: the worker's parameters are those of the module.
+    `batch_size` is the weight of this replica, and `name` is the model's in errors and warnings. `exchange` makes the
+    group's mean of a gradient, None in a world of one and for a replica that is a part of a model. `shares_memory`: the
+    worker's parameters are those of the replica.
     """
 
     def __init__(self, node: ProcessNode, replica: Replica, batch_size: int, name: str) -> None:
@@ -134,6 +135,11 @@ class LoopSource(StatelessSource):
         return self._ask(requester, mean=False)
 
     def mean_gradient(self, requester: Requester) -> Operation[Gradient]:
+        if self._replica.is_part:
+            raise UsageError(
+                "the method asks for the mean of a gradient over all groups, and fully_shard exchanges the gradients "
+                'of a step inside each group. Take a method that averages models: sync="averaging", "bmuf" or "diloco".'
+            )
         return self._ask(requester, mean=True)
 
     def give(self) -> None:
@@ -157,6 +163,7 @@ class LoopSource(StatelessSource):
             requester.settle(self._replica.params)
         else:
             self._replica.load(requester.params)
+        self._replica.publish()
         if requester.buffers is not None:
             self._replica.load_buffers(requester.buffers)
         self.wants_mean = mean
