@@ -233,7 +233,7 @@ class Replica:
         """Let the module have the values of `params`: it has them already, in the same memory."""
 
     def collect(self) -> None:
-        """Let `params` and `grads` have what the module holds: they have it already, in the same memory."""
+        """Let `params` have the values of the module: it has them already, in the same memory."""
 
     def release(self) -> None:
         """Give each parameter memory of its own. The replica is of no use afterwards."""

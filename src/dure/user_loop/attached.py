@@ -180,12 +180,13 @@ class Attached:
                 self._finish()
                 return False
             if scaler is None:
-                skipping = self._check.refuses(self._source, self.clock) or self._ties.overflowed
+                elsewhere = self._replica.is_part and self._ties.overflowed
+                skipping = self._check.refuses(self._source, self.clock, elsewhere=elsewhere) or self._ties.overflowed
             else:
                 # A gradient that is exchanged during backward is the mean by now, which tells all ranks.
                 known = None if self._source.exchanges else mine or self._ties.overflowed
                 skipping = self._check.skips(scaler, known)
-            self._advance(skipping=skipping)
+            self._advance(skipping=skipping or (self._replica.is_part and self._ties.skipped))
             return True
 
     def _is_faulty(self, scaler: GradScaler | None) -> bool:
@@ -215,7 +216,7 @@ class Attached:
             self._examine("skip")
             meets = self._source.exchanges and not self._source.is_exchanged
             self.zero_grad()
-            if not self._ties.intend("overflow" if self._replica.is_part else "skip"):
+            if not self._ties.intend("skip"):
                 self._finish()
                 return False
             self._advance(skipping=not meets or self._source.all_skip)

@@ -165,7 +165,7 @@ class GradientCheck:
         except RuntimeError as error:
             if "already" not in str(error):
                 raise
-        self._replica.collect()
+        self._replica.check()  # where `grads` is a copy, it is still that of the scaled gradients
         return not all_finite(self._replica.grads)
 
     def skips(self, scaler: GradScaler, known: bool | None) -> bool:
@@ -179,27 +179,28 @@ class GradientCheck:
                 found.fill_(1.0)
         return skipping
 
-    def refuses(self, source: LoopSource, clock: int) -> bool:
-        """Whether the gradients of step `clock` hold NaN or infinity.
+    def refuses(self, source: LoopSource, clock: int, *, elsewhere: bool) -> bool:
+        """Whether the gradients of step `clock` hold NaN or infinity, at this rank or in another part of the model.
 
         Raises `Quarantined` if those of several steps in a row do.
         """
         rank, exchange = self._node.rank, source.exchange if source.wants_mean else None
-        refused = not all_finite(self._replica.grads)
+        mine = not all_finite(self._replica.grads)
+        refused = mine or elsewhere
         self._refused = self._refused + 1 if refused else 0
         if exchange is not None:
             exchange.examines = refused
         if self._refused >= MOST_REFUSED:
-            ranks = [rank]
+            ranks = [rank] if mine else []
             if exchange is not None:
                 asking = self._node.spawn(exchange.faulty_ranks(), self._node.name)
                 ranks = self._node.loop.run_until(asking)
-            whose = ", ".join(f"rank {each}" for each in ranks) or "a rank"
+            whose = ", ".join(f"rank {each}" for each in ranks) or "another rank"
             raise Quarantined(
                 f"the gradients of {source.name} at {whose} hold NaN or infinity in {self._refused} steps in a row, "
                 f"the last of them step {clock}. Try a lower learning rate, and look at the data of these steps."
             )
-        if refused:
+        if mine:
             log.warning(
                 "the gradient of step %d of %s at rank %d holds NaN or infinity: skipped.", clock, source.name, rank
             )

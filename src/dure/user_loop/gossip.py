@@ -38,11 +38,12 @@ if TYPE_CHECKING:
 class LoopGossip:
     """Ties over gossip. Raises `StrategyError` for a graph that does not fit the ranks.
 
-    `overflowed` is never set: each rank skips its own overflows. `bytes_sent` is 0: all bytes go over the wire.
+    `overflowed` and `skipped` are never set: each rank skips its own steps. `bytes_sent` is 0: all bytes go over the
+    wire.
     `undone_at`: each step replaces the module's model.
     """
 
-    overflowed = False
+    overflowed = skipped = False
     bytes_sent = 0
     undone_at = ("step", "skip", "evaluation", "close")
 

@@ -87,7 +87,8 @@ class LoopCollectives:
 
     Means are those of this rank's line, of the `lines` of all ranks. All ranks agree on a step.
 
-    `overflowed`: the gradient of a rank, in the step that was agreed on last, holds NaN or infinity. `undone_at`
+    In the step that was agreed on last, `overflowed`: the gradient of a rank holds NaN or infinity, and `skipped`: a
+    rank leaves the step out. `undone_at`
     names the calls that undo a change of the model in place: the end, if a center is delivered and not the replica.
     """
 
@@ -121,7 +122,7 @@ class LoopCollectives:
         self.undone_at = () if self._delivers in ("replica", "mean") else ("close",)
         self._agreement = Agreement(self._engine.group)
         self._source: LoopSource | None = None
-        self.overflowed = False
+        self.overflowed = self.skipped = False
 
     async def begin(self, worker: WorkerState, source: LoopSource, failed: Failed) -> None:
         """Have every replica start as the first of its line."""
@@ -159,7 +160,7 @@ class LoopCollectives:
 
     async def _agree(self, mine: Intention) -> bool:
         counts = self._agreement.read(await self._agreement.start(mine))
-        self.overflowed = counts.overflow > 0
+        self.overflowed, self.skipped = counts.overflow > 0, counts.skip > 0
         return counts.going_on
 
     async def delivered(self, worker: WorkerState) -> WorkerState:

@@ -40,7 +40,7 @@ FORM_OF_REPLICA = {"tensors": dict, "plain": dict, "kind": str, "optimizer": dic
 def model_text(replica: Replica) -> str:
     """A text that differs for models of other layers: their names, shapes and strides, and their constants."""
     pairs = zip(replica.layers, replica.parameters, strict=True)
-    layers = [[layer.name, list(layer.shape), list(parameter.stride())] for layer, parameter in pairs]
+    layers = [[layer.name, list(parameter.shape), list(parameter.stride())] for layer, parameter in pairs]
     constants = [[name, list(each.shape), str(each.dtype)] for name, each in replica.constants.items()]
     return hashlib.sha256(repr([layers, constants]).encode()).hexdigest()[:16]
 

@@ -145,8 +145,9 @@ def check_across(across: object) -> None:
 class ShardReplica(Replica):
     """This rank's part of `module`, which `fully_shard` has split: `params` is a copy of it.
 
-    `collect` copies the part of the module to `params` and `grads`, and `publish` copies `params` back. `layers` have
-    the shapes of the part: a parameter with fewer rows than ranks is empty at some. `inside` are the group's ranks.
+    `collect` copies the part of the module to `params`, and `publish` copies it back. `grads` is a copy too, which
+    `check` makes and `zero_grad` frees. `layers` have the shapes of the part: a parameter with fewer rows than ranks is
+    empty at some. `inside` are the group's ranks.
 
     Raises:
         UsageError: a trainable parameter is not split.
@@ -200,17 +201,6 @@ class ShardReplica(Replica):
             local(parameter).copy_(values)
 
     def collect(self) -> None:
-        self._collect_values()
-        gradients = [parameter.grad for parameter in self._trained]
-        if all(gradient is None for gradient in gradients):
-            self.grads = self.marked_grads = _zeros(self.params)
-            return
-        self.grads = self.marked_grads = torch.zeros_like(self.params)
-        for gradient, (_, home) in zip(gradients, self._views(self.grads), strict=True):
-            if gradient is not None:
-                home.copy_(local(gradient))
-
-    def _collect_values(self) -> None:
         for parameter, values in self._views(self.params):
             values.copy_(local(parameter))
 
@@ -225,7 +215,7 @@ class ShardReplica(Replica):
             if parameter.grad is not None:
                 local(parameter.grad).copy_(gradient)
         yield
-        self._collect_values()
+        self.collect()
 
     # ---- gradients: as in plain PyTorch, a parameter without a gradient has None
 
@@ -263,6 +253,13 @@ class ShardReplica(Replica):
                     f"{part.device} now. Convert or move the model before fully_shard, and attach afterwards."
                 )
         self.collect()
+        self._collect_gradients()
+
+    def _collect_gradients(self) -> None:
+        self.grads = self.marked_grads = torch.zeros_like(self.params)
+        for parameter, gradient in self._views(self.grads):
+            if parameter.grad is not None:
+                gradient.copy_(local(parameter.grad))
 
     def release(self) -> None:
         """Set the gradients of the module to None; its parameters have memory of their own."""
