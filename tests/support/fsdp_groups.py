@@ -28,7 +28,11 @@ import dure
 
 RANK = int(os.environ.get("RANK", 0))
 STEPS, PERIOD = 5, 2
-SHAPES = {(2, 2): ("averaging", "fisher", "bmuf", "classical", "diloco", "easgd"), (1, 4): ("bmuf",), (4, 1): ("bmuf",)}
+SHAPES = {
+    (2, 2): ("averaging", "fisher", "bmuf", "classical", "diloco", "overlapped", "easgd"),
+    (1, 4): ("bmuf",),
+    (4, 1): ("bmuf",),
+}
 """Groups and ranks of a group, and the methods that run there."""
 
 METHODS = {
@@ -37,6 +41,7 @@ METHODS = {
     "bmuf": f"bmuf:period={PERIOD},momentum=0.5,zeta=0.75",
     "classical": f"bmuf:period={PERIOD},momentum=0.5,zeta=0.75,nesterov=false",
     "diloco": f"diloco:period={PERIOD},momentum=0.5,lr=0.75",
+    "overlapped": f"diloco:period={PERIOD},momentum=0.5,lr=0.75,overlap=1",
     "easgd": f"easgd:period={PERIOD},elasticity=0.25",
 }
 SIZES = (1, 1, 2, 4)
@@ -153,7 +158,7 @@ class Line:
             self.squared = torch.zeros_like(weight)
             self.model = self.sum(values * weight) / self.sum(weight)
             return self.model
-        if self.method == "diloco":  # the outer optimizer of the paper, on the outer gradient
+        if self.method in ("diloco", "overlapped"):  # the outer optimizer of the paper, on the outer gradient
             self.outer.grad = self.outer.detach() - self.mean(values)
             self.sgd.step()
             delta = -0.75 * self.sgd.state[self.outer]["momentum_buffer"]
@@ -179,19 +184,29 @@ def gradient(module):
         return torch.cat([each.grad.to_local().reshape(-1) for each in module.parameters() if each.requires_grad])
 
 
-def by_hand(method, make, loss, batch, mesh, *, steps=STEPS, left_out=(), share=None):
-    """This rank's values after each step, and at the end the part and the whole of the model that is delivered."""
+def by_hand(method, make, loss, batch, mesh, *, steps=STEPS, left_out=(), share=None, clip=None):
+    """This rank's values after each step, and at the end the part and the whole of the model that is delivered.
+
+    If the mean comes one step late (`overlapped`), that step stays.
+    """
     module, optimizer = make(mesh)
     line = Line(method, mesh, part(module), share)
     put(module, line.model)
-    trace = []
+    trace, sent = [], None
     for step in range(steps):
         loss(module, batch(step, RANK)).backward()
+        if clip:
+            nn.utils.clip_grad_norm_(module.parameters(), clip)
         if step not in left_out:
             line.squared += gradient(module) ** 2
             optimizer.step()
         optimizer.zero_grad()
-        if (step + 1) % PERIOD == 0:
+        if sent is not None:
+            put(module, line.next(sent) + (part(module) - sent))
+            sent = None
+        if (step + 1) % PERIOD == 0 and method == "overlapped":
+            sent = part(module)
+        elif (step + 1) % PERIOD == 0:
             put(module, line.next(part(module)))
         trace.append(part(module).tolist())
     if steps % PERIOD:
@@ -223,7 +238,7 @@ def elastic_by_hand(mesh, alpha=0.25):
     return {"trace": trace, "part": part(module).tolist(), "whole": whole(module)}
 
 
-def attached(sync, make, loss, batch, mesh, *, steps=STEPS, between=None, **more):
+def attached(sync, make, loss, batch, mesh, *, steps=STEPS, between=None, clip=None, **more):
     """The same by dure; `between` is called with the module, the replica and the step in front of each step."""
     module, optimizer = make(mesh)
     trace = []
@@ -231,6 +246,8 @@ def attached(sync, make, loss, batch, mesh, *, steps=STEPS, between=None, **more
     with dure.attach(module, optimizer, sync=sync, across=mesh["groups"], **topology, **more) as replica:
         for step in range(steps):
             loss(module, batch(step, RANK)).backward()
+            if clip:
+                nn.utils.clip_grad_norm_(module.parameters(), clip)
             if between is None or not between(module, replica, step):
                 replica.step()
             trace.append(part(module).tolist())
@@ -266,8 +283,8 @@ def case_adamw():
     mesh = mesh_of()
     return {
         name: [
-            by_hand(name, net, entropy, samples, mesh),
-            attached(METHODS[name], net, entropy, samples, mesh),
+            by_hand(name, net, entropy, samples, mesh, clip=0.5),
+            attached(METHODS[name], net, entropy, samples, mesh, clip=0.5),
         ]
         for name in ("averaging", "bmuf", "diloco")
     }
@@ -280,6 +297,40 @@ def case_weights():
         by_hand("averaging", exact, squares, dyadic, mesh, share=share),
         attached(sync, exact, squares, dyadic, mesh, batch_size=SIZES[RANK]),
     ]
+
+
+def case_accumulated():
+    """Halves of a batch one after another, whose gradients fully_shard exchanges once, or each."""
+
+    def halves(sync):
+        module, optimizer = exact(mesh)
+        with dure.attach(module, optimizer, sync=METHODS["averaging"], across=mesh["groups"]) as replica:
+            for step in range(STEPS):
+                first, second = zip(*(each.chunk(2) for each in dyadic(step, RANK)), strict=True)
+                module.set_requires_gradient_sync(sync)
+                with replica.accumulate():
+                    squares(module, first).backward()
+                module.set_requires_gradient_sync(True)
+                squares(module, second).backward()
+                replica.step()
+        return part(module).tolist()
+
+    mesh = mesh_of()
+    return [halves(False), halves(True)]
+
+
+def case_bytes_sent():
+    """Bytes of each step, and the size of this rank's part."""
+    mesh = mesh_of()
+    module, optimizer = exact(mesh)
+    found = []
+    with dure.attach(module, optimizer, sync=METHODS["averaging"], across=mesh["groups"]) as replica:
+        for step in range(4):
+            before = replica.bytes_sent
+            squares(module, dyadic(step, RANK)).backward()
+            replica.step()
+            found.append(replica.bytes_sent - before)
+    return [found, 8 * part(module).numel()]
 
 
 def spoil(module, replica, step):

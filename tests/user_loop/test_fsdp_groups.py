@@ -24,16 +24,17 @@ from torch.distributed.fsdp import fully_shard
 
 import dure
 from dure.errors import ReplicaError, UsageError
+from dure.user_loop.shards import Lines
 
 ROOT = Path(__file__).parents[2]
 RANKS = range(4)
 # One process runs them all, since they share what the torchruns gave.
-pytestmark = [pytest.mark.xdist_group("fsdp"), pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.xdist_group("fsdp"), pytest.mark.timeout(700)]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
 CASES = sorted(name.removeprefix("case_") for name in vars(groups) if name.startswith("case_"))
 
 
-def torchrun(*arguments, timeout=180):
+def torchrun(*arguments, timeout=300):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
     return subprocess.run(
         [*command, *map(str, arguments)], env=ENVIRONMENT, capture_output=True, text=True, timeout=timeout
@@ -140,6 +141,22 @@ def test_a_group_counts_by_the_batches_of_its_ranks(ranks):
     for hand, found in of_all(ranks, "weights"):
         assert found == hand
     assert ranks[0]["weights"][1]["whole"] == simulated("averaging", (2, 2), weights=[0.25, 0.75])
+
+
+@pytest.mark.long
+def test_gradients_that_add_up_are_those_of_the_whole_batch(ranks):
+    for rank in RANKS:
+        whole = ranks[rank]["exact"]["averaging 2x2"][1]["part"]
+        assert ranks[rank]["accumulated"] == [whole, whole]
+
+
+@pytest.mark.long
+def test_bytes_are_those_of_the_part_at_a_synchronization_and_of_the_agreement_at_each_step(ranks):
+    """Two ranks send a half of their part twice; four ranks send 2 * 3 of the four pieces of five numbers."""
+    for steps, part in of_all(ranks, "bytes_sent"):
+        agreement = steps[0]
+        assert agreement in (28, 32)
+        assert steps == [agreement, agreement + part] * 2
 
 
 @pytest.mark.long
@@ -379,6 +396,12 @@ def partly_split(mesh):
 def test_parameters_that_are_not_split_are_refused(mesh, make, words):
     with raising(UsageError, words):
         attach(mesh, "averaging", make)
+
+
+@pytest.mark.parametrize("lines", [[[0, 1], []], [[0, 1], [1]], [[0], [0]], [[0, 1], [1, 0]]])
+def test_ranks_that_name_different_lines_are_refused(lines):
+    with raising(UsageError, "across"):
+        Lines.of([{"line": line, "inside": [rank]} for rank, line in enumerate(lines)])
 
 
 def freeze(module):
