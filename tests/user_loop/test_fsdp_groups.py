@@ -315,6 +315,13 @@ def test_a_killed_group_does_not_hang_the_others(tmp_path):
         assert "a rank is gone" in out
 
 
+@pytest.mark.soak
+def test_the_example_prints_the_same_under_torchrun():
+    done = torchrun(ROOT / "examples" / "11_fsdp_groups.py")
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout == (ROOT / "examples" / "11_fsdp_groups.out").read_text(encoding="utf-8")
+
+
 # ---- what is refused
 
 
