@@ -245,6 +245,10 @@ class Replica:
         """Zero `grads` in place; the module's gradients stay views of it."""
         self.grads.zero_()
 
+    def kept_gradient(self) -> Tensor:
+        """The flat gradient in memory that `zero_grad` leaves as it is."""
+        return self.grads.clone()
+
     def is_emptied(self, but: int | None = None) -> bool:
         """Whether no gradient is left, as after the `zero_grad()` of a module or an optimizer.
 

@@ -180,8 +180,9 @@ class Attached:
                 self._finish()
                 return False
             if scaler is None:
-                elsewhere = self._replica.is_part and self._ties.overflowed
-                skipping = self._check.refuses(self._source, self.clock, elsewhere=elsewhere) or self._ties.overflowed
+                overflowed = self._ties.overflowed
+                elsewhere = overflowed and self._replica.is_part
+                skipping = self._check.refuses(self._source, self.clock, elsewhere=elsewhere) or overflowed
             else:
                 # A gradient that is exchanged during backward is the mean by now, which tells all ranks.
                 known = None if self._source.exchanges else mine or self._ties.overflowed
@@ -190,9 +191,9 @@ class Attached:
             return True
 
     def _is_faulty(self, scaler: GradScaler | None) -> bool:
-        """Whether this rank asks all ranks to skip the step: its gradient, which no exchange shows them, overflowed.
+        """Whether all ranks are to skip the step, since the gradient of this one overflowed, which they do not see.
 
-        Without a scaler each replica decides alone, and its parts together.
+        Without a scaler, a rank that has a whole replica decides for itself.
         """
         if scaler is not None:
             return not self._source.exchanges and self._check.overflowed(scaler)

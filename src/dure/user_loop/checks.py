@@ -180,7 +180,7 @@ class GradientCheck:
         return skipping
 
     def refuses(self, source: LoopSource, clock: int, *, elsewhere: bool) -> bool:
-        """Whether the gradients of step `clock` hold NaN or infinity, at this rank or in another part of the model.
+        """Whether the gradients of step `clock` hold NaN or infinity, at this rank or `elsewhere` in the model.
 
         Raises `Quarantined` if those of several steps in a row do.
         """

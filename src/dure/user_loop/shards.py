@@ -232,6 +232,9 @@ class ShardReplica(Replica):
             self._trained[index].grad = None
         yield
 
+    def kept_gradient(self) -> Tensor:
+        return self.grads.contiguous()
+
     def zero_grad(self) -> None:
         """Set the gradients of the module to None, and free the copy."""
         for parameter in self._trained:
@@ -256,9 +259,11 @@ class ShardReplica(Replica):
         self._collect_gradients()
 
     def _collect_gradients(self) -> None:
-        self.grads = self.marked_grads = torch.zeros_like(self.params)
+        self.grads = self.marked_grads = torch.empty_like(self.params)
         for parameter, gradient in self._views(self.grads):
-            if parameter.grad is not None:
+            if parameter.grad is None:
+                gradient.zero_()
+            else:
                 gradient.copy_(local(parameter.grad))
 
     def release(self) -> None:

@@ -146,8 +146,8 @@ class LoopSource(StatelessSource):
         """Answer the request with the replica's `grads`: the tensor itself if it is the group's mean, else a copy."""
         replica = self._replica
         buffers = replica.buffers_flat() if self._has_buffers else None
-        # A copy, as `grads` is zeroed after the step: the method may still send its gradient then.
-        values = replica.grads if self.wants_mean else replica.grads.clone()
+        # The method may still send its gradient after the step.
+        values = replica.grads if self.wants_mean else replica.kept_gradient()
         self._answer().resolve(Gradient(values, 0.0, self.batch_size, buffers, checked=True))
 
     def end(self) -> None:
