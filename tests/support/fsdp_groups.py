@@ -8,7 +8,6 @@ so an equation has the same bits in each order of its operations.
 """
 
 import copy
-import functools
 import json
 import os
 import sys
@@ -29,7 +28,7 @@ import dure
 RANK = int(os.environ.get("RANK", 0))
 STEPS, PERIOD = 5, 2
 SHAPES = {
-    (2, 2): ("averaging", "fisher", "bmuf", "classical", "diloco", "overlapped", "easgd"),
+    (2, 2): ("averaging", "fisher", "bmuf", "classical", "diloco", "overlapped", "easgd", "eamsgd"),
     (1, 4): ("bmuf",),
     (4, 1): ("bmuf",),
 }
@@ -43,6 +42,7 @@ METHODS = {
     "diloco": f"diloco:period={PERIOD},momentum=0.5,lr=0.75",
     "overlapped": f"diloco:period={PERIOD},momentum=0.5,lr=0.75,overlap=1",
     "easgd": f"easgd:period={PERIOD},elasticity=0.25",
+    "eamsgd": f"eamsgd:period={PERIOD},elasticity=0.25,momentum=0.5",
 }
 SIZES = (1, 1, 2, 4)
 """Batch sizes of the ranks in `case_weights`: the groups of two weigh 1/4 and 3/4."""
@@ -215,23 +215,31 @@ def by_hand(method, make, loss, batch, mesh, *, steps=STEPS, left_out=(), share=
     return {"trace": trace, "part": part(module).tolist(), "whole": whole(module)}
 
 
-def elastic_by_hand(mesh, alpha=0.25):
-    """EASGD: x <- x - rate g - alpha (x - z), z <- z + sum of alpha (x - z), both by the values before."""
+def elastic_by_hand(mesh, alpha=0.25, momentum=0.0):
+    """EASGD: x <- x - rate g - alpha (x - z), z <- z + sum of alpha (x - z), both by the values before.
+
+    EAMSGD has the gradient at x + momentum v, where v is the last step from there and momentum times the last v. In its
+    trace are these points, to which the method goes on before the next gradient.
+    """
     module, optimizer = exact(mesh)
     line = Line("", mesh, part(module))
     center = line.model.clone()
     put(module, center)
-    trace = []
+    trace, velocity = [], torch.zeros_like(center)
     for step in range(STEPS):
         force = torch.zeros_like(center)
         if step % PERIOD == 0:
             force = alpha * (part(module) - center)
             center = center + line.sum(force)
+        velocity = momentum * velocity
+        ahead = part(module) + velocity
+        put(module, ahead)
         squares(module, dyadic(step, RANK)).backward()
         optimizer.step()
         optimizer.zero_grad()
+        velocity = velocity + part(module) - ahead
         put(module, part(module) - force)
-        trace.append(part(module).tolist())
+        trace.append((part(module) + momentum * velocity).tolist())
     if STEPS % PERIOD == 0:
         center = center + line.sum(alpha * (part(module) - center))
     put(module, center)
@@ -242,8 +250,8 @@ def attached(sync, make, loss, batch, mesh, *, steps=STEPS, between=None, clip=N
     """The same by dure; `between` is called with the module, the replica and the step in front of each step."""
     module, optimizer = make(mesh)
     trace = []
-    topology = {"topology": "collective"} if sync.startswith("easgd") else {}
-    with dure.attach(module, optimizer, sync=sync, across=mesh["groups"], **topology, **more) as replica:
+    given = {"topology": "collective", "across": mesh["groups"], **more}
+    with dure.attach(module, optimizer, sync=sync, **given) as replica:
         for step in range(steps):
             loss(module, batch(step, RANK)).backward()
             if clip:
@@ -271,9 +279,10 @@ def case_exact():
     for shape, names in SHAPES.items():
         mesh = mesh_of(shape)
         for name in names:
-            elastic = functools.partial(elastic_by_hand, mesh)
-            plain = functools.partial(by_hand, name, exact, squares, dyadic, mesh)
-            hand = (elastic if name == "easgd" else plain)()
+            if name in ("easgd", "eamsgd"):
+                hand = elastic_by_hand(mesh, momentum=0.5 if name == "eamsgd" else 0.0)
+            else:
+                hand = by_hand(name, exact, squares, dyadic, mesh)
             found[f"{name} {shape[0]}x{shape[1]}"] = [hand, attached(METHODS[name], exact, squares, dyadic, mesh)]
     return found
 

@@ -434,6 +434,35 @@ def test_changes_of_the_model_are_an_error_of_the_next_step(mesh, change, words)
         replica.step()
 
 
+def test_a_forward_without_gradients_before_attach_and_between_steps_changes_nothing(mesh):
+    def look(module, *_):
+        with torch.no_grad():  # it leaves whole parameters in the root module
+            module(groups.dyadic(0, 0)[0])
+
+    def looked_at(mesh):
+        module, optimizer = groups.exact(mesh)
+        look(module)
+        return module, optimizer
+
+    rest = groups.METHODS["bmuf"], groups.exact, groups.squares, groups.dyadic, mesh
+    found = groups.attached(rest[0], looked_at, *rest[2:], between=look)
+    assert found == groups.attached(*rest)
+
+
+def test_a_state_without_the_gradients_that_add_up_is_refused(mesh):
+    module, replica = attach(mesh, "averaging")
+    module.set_requires_gradient_sync(False)
+    with replica.accumulate():
+        groups.squares(module, groups.dyadic(0, 0)).backward()
+    with raising(UsageError, "accumulate"):
+        replica.state_dict()
+    module.set_requires_gradient_sync(True)
+    groups.squares(module, groups.dyadic(1, 0)).backward()
+    replica.step()
+    assert replica.state_dict()["clock"] == 1
+    replica.close()
+
+
 def test_a_step_without_a_gradient_is_warned_of_and_a_parameter_without_one_stays(mesh, caplog):
     module, replica = attach(mesh, "averaging:period=9")
     before = groups.part(module)[-12:]

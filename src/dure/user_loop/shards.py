@@ -223,7 +223,8 @@ class ShardReplica(Replica):
         return self._trained[index].grad is None
 
     def is_emptied(self, but: int | None = None) -> bool:
-        return all(each.grad is None for index, each in enumerate(self._trained) if index != but)
+        """False: `fully_shard` may hold gradients that it has not exchanged (`set_requires_gradient_sync`)."""
+        return False
 
     @contextmanager
     def without_gradients(self, indices: Iterable[int]) -> Iterator[None]:
