@@ -91,10 +91,12 @@ class Lines:
             return cls((tuple(range(len(placed))),))
         lines = [tuple(each["line"]) for each in placed]
         for rank, line in enumerate(lines):
-            if rank not in line or len(line) != len(lines[0]) or any(lines[other] != line for other in line):
+            other = next((other for other in line if lines[other] != line), rank)
+            alike = rank in line and len(line) == len(lines[0]) and lines[other] == line
+            if not alike or sorted(line) != [*line]:  # process groups of torch.distributed sort their ranks
                 raise UsageError(
-                    f"the ranks in across are {list(line)} at rank {rank}, and {list(lines[0])} at rank 0. All ranks "
-                    f"must give the same dimension of one mesh of all ranks. {_INSIDE}"
+                    f"across has the ranks {list(line)} at rank {rank}, and {list(lines[other])} at rank {other}. All "
+                    f"ranks must give the same dimension of one mesh of all ranks, in which they ascend. {_INSIDE}"
                 )
         for rank, line in enumerate(lines):
             apart = [other for other in placed[rank]["inside"] if lines[other].index(other) != line.index(rank)]
