@@ -24,7 +24,7 @@ from torch.distributed.fsdp import fully_shard
 
 import dure
 from dure.errors import ReplicaError, UsageError
-from dure.user_loop.shards import Lines
+from dure.user_loop.groups import Lines
 
 ROOT = Path(__file__).parents[2]
 RANKS = range(4)

@@ -36,11 +36,11 @@ from dure.topology.gossip.choice import Gossip
 from dure.user_loop.attached import Attached, report_failure
 from dure.user_loop.checks import check_unwrapped
 from dure.user_loop.gossip import LoopGossip
+from dure.user_loop.groups import Lines, PartReplica, check_across, check_strategy, place_of
 from dure.user_loop.optimizer import UserOptimizer, check_free, check_step, unwrapped
 from dure.user_loop.peers import LoopCollectives
 from dure.user_loop.saved import model_text
 from dure.user_loop.servers import LoopServers, name_of_run
-from dure.user_loop.shards import Lines, ShardReplica, check_across, check_strategy, place_of
 from dure.user_loop.source import LoopSource
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def attach(
     check_free(model, optimizer)
     check_step(optimizer)
     _check_values(model)
-    replica = Replica(model, keep_strides=True, marked=True) if across is None else ShardReplica(model)
+    replica = Replica(model, keep_strides=True, marked=True) if across is None else PartReplica(model)
     rendezvous = met(_place(), "attach", None if key_file is None else Path(key_file))
     caller = traceback.extract_stack(limit=2)[0]
     with ExitStack() as undo:

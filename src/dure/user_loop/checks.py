@@ -30,7 +30,7 @@ from dure.core.vectors import all_finite
 from dure.errors import Quarantined, UsageError
 from dure.job.replica import as_bytes
 from dure.sync.worker_state import MOST_REFUSED
-from dure.user_loop.shards import local
+from dure.user_loop.groups import local
 
 if TYPE_CHECKING:
     from torch.amp import GradScaler

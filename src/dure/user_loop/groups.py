@@ -8,7 +8,7 @@
 The ranks of a line have the same part of the model, each in a group. A method whose decisions depend on no value of the
 model runs on each line by itself. Decisions that do depend on values, such as a skipped step, are those of all ranks.
 
-`fully_shard` keeps the parts in memory of its own. So `ShardReplica.params` is a copy: the method works on the copy,
+`fully_shard` keeps the parts in memory of its own. So `PartReplica.params` is a copy: the method works on the copy,
 and the optimizer of the loop on the parts.
 """
 
@@ -125,7 +125,7 @@ _INSIDE = (
 
 def place_of(replica: Replica, across: DeviceMesh | None) -> dict[str, Any]:
     """The `line` of this rank in `across`, and the ranks `inside` its group; empty without `across`."""
-    if across is None or not isinstance(replica, ShardReplica):
+    if across is None or not isinstance(replica, PartReplica):
         return {"line": [], "inside": []}
     return {"line": across.mesh.tolist(), "inside": replica.inside}
 
@@ -144,7 +144,7 @@ def check_across(across: object) -> None:
 # ---- the part of a rank
 
 
-class ShardReplica(Replica):
+class PartReplica(Replica):
     """This rank's part of `module`, which `fully_shard` has split: `params` is a copy of it.
 
     `collect` copies the part of the module to `params`, and `publish` copies it back. `grads` is a copy too, which
