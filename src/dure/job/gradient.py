@@ -56,7 +56,8 @@ class Gradient:
     Gradients of one stack are disjoint views of the same memory; copy a gradient that is kept for long. `buffers` is
     the worker's new snapshot, None for a model without buffers. `for_servers` is the part of the gradient that is not
     in `values`, since servers hold its parameters (`hybrid`). `checked`: the values are known to be finite. `faulty`
-    ranks had a gradient that was not finite, and are left out of this mean.
+    ranks had a gradient that was not finite, and are left out of this mean. Where `values` are a part of a mean,
+    `local` is the whole gradient of this worker, if its memory was kept.
     """
 
     values: Tensor
@@ -66,6 +67,7 @@ class Gradient:
     for_servers: ServerGradient | None = None
     checked: bool = False
     faulty: Sequence[int] = ()
+    local: Tensor | None = None
 
     def scaled(self, factor: float) -> Gradient:
         """Multiply this gradient by `factor` in place, and return it.
@@ -82,6 +84,10 @@ class Gradient:
     def with_values(self, values: Tensor) -> Gradient:
         """A copy with other `values`, which are not `checked`."""
         return replace(self, values=values, checked=False)
+
+    def part(self, values: Tensor, *, keeps_local: bool) -> Gradient:
+        """A copy whose `values` are this worker's part of a mean."""
+        return replace(self, values=values, checked=False, local=self.values if keeps_local else None)
 
 
 class ServerGradient(NamedTuple):
@@ -116,6 +122,43 @@ class MeanGradients(Protocol):
         ...
 
 
+class HeldShard(Protocol):
+    """The part of a worker in what the workers of one part of a model would hold alike: ranges of a flat vector."""
+
+    @property
+    def own(self) -> Sequence[tuple[int, int]]:
+        """The ranges, in the order of the shard."""
+        ...
+
+    async def part_of_mean(self, values: torch.Tensor, share: float) -> torch.Tensor:
+        """This worker's part of the mean of `values`, of which each member has a `share`."""
+        ...
+
+    async def agreed(self, gradient: Gradient) -> Gradient:
+        """Limit the norm of a gradient of which each worker has a part, and let all refuse one that is not finite."""
+        ...
+
+    async def sum_near(self, number: float) -> float:
+        """The sum of a number over the workers that share a copy."""
+        ...
+
+
+class ShardedUnits(HeldShard, Protocol):
+    """A shard of the parameters, which are gathered, and whose gradients are scattered, unit by unit."""
+
+    def gather_unit(self, unit: int, memory: torch.Tensor) -> Operation[torch.Tensor]:
+        """Begin to gather the parameters of a unit into `memory`."""
+        ...
+
+    def scatter_unit(self, unit: int, gradient: torch.Tensor) -> Operation[torch.Tensor]:
+        """Begin to sum the gradient of a unit over all members; the result is this worker's part."""
+        ...
+
+    def place_of(self, unit: int) -> int:
+        """The start of a unit's part in the shard."""
+        ...
+
+
 class Requester(Protocol):
     """The part of a worker that a source uses: the worker requests a gradient.
 
@@ -134,6 +177,11 @@ class Requester(Protocol):
 
     @property
     def group(self) -> MeanGradients: ...
+
+    @property
+    def shard(self) -> HeldShard | None:
+        """The shard of a worker that holds one."""
+        ...
 
     @property
     def drained_at(self) -> int: ...

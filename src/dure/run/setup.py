@@ -10,12 +10,16 @@ from typing import TYPE_CHECKING, Any
 from dure.codec.cost import SizeOnly, bytes_per_value, random_slices, slices_of
 from dure.codec.fp32 import Float32
 from dure.core.deployment import SERVER, WORKER, Deployment, NodeSpec, WhenLost
+from dure.core.shards import Shards
 from dure.errors import UsageError
 from dure.job.companions import RunShape
 from dure.job.data.split import IID, Batches
 from dure.job.initial_model import InitialModel, is_on_meta
+from dure.job.overlap import cut
+from dure.partition.blockwise import blockwise
 from dure.partition.cut import ANY, Speeds
-from dure.partition.mesh import pipeline_of, shared_of
+from dure.partition.mesh import parts_of, pipeline_of, shared_of, zero_of
+from dure.partition.methods.zero import Zero, shard_group_size
 from dure.run.devices import CPU
 from dure.run.places import is_real, is_started_outside
 from dure.run.server_side import ServerSide
@@ -29,6 +33,8 @@ from dure.topology.parameter_server.client import ServerClient
 from dure.topology.parameter_server.topology import ServerLayout
 
 if TYPE_CHECKING:
+    import torch
+
     from dure.codec.base import Codec
     from dure.core.node import Node
     from dure.job.companions import Companions, Figures
@@ -159,13 +165,16 @@ class Setup:
     @cached_property
     def stages(self) -> Stages | None:
         """The stages of the run; None where every worker has the whole model."""
-        pipeline, config = pipeline_of(self.strategy.partition), self.config
+        partition, config = self.strategy.partition, self.config
+        pipeline, shared = pipeline_of(partition), shared_of(partition)
+        if self.zero is not None and self.zero.stage == 3:
+            pipeline = blockwise(self.job, self.replica, shared)
         if pipeline is None:
             return None
         return Stages(
             job=self.job,
             pipeline=pipeline,
-            shared=shared_of(self.strategy.partition),
+            shared=shared,
             whole=self.model,
             data=self.data,
             workers=self.workers,
@@ -176,6 +185,7 @@ class Setup:
             device=self.device,
             speeds=self.speeds,
             of=lambda rank: self._of_rank[rank],
+            shard_ranks=1 if self.zero is None else shard_group_size(self.zero, self.machines[:: parts_of(partition)]),
         )
 
     @cached_property
@@ -187,6 +197,8 @@ class Setup:
     def _of_stage(self, stages: Stages, rank: int) -> Setup:
         own = replace(self, workers=self.workers // self.parts, machines=self.machines[rank :: self.parts])
         own.__dict__.update(model=stages.model(rank), data=self.data, stages=None)
+        if self.zero is not None and stages.sharded:
+            own.__dict__["shards"] = stages.shards(rank, shard_group_size(self.zero, own.machines))
         return own
 
     @property
@@ -231,6 +243,39 @@ class Setup:
     def replica_of(self, number: int) -> int:
         """The number of the copy of the model that worker `number` holds, or holds a stage of."""
         return number // self.parts
+
+    # ---- shards
+
+    @cached_property
+    def zero(self) -> Zero | None:
+        """The sharding of what the workers of the same part would hold alike, if there is any."""
+        return zero_of(self.strategy.partition)
+
+    @cached_property
+    def shards(self) -> Shards | None:
+        """The shards of the model, or of one part of it; None where a worker holds it whole."""
+        if self.zero is None:
+            return None
+        if self.stages is not None:
+            return self.of_worker(0).shards
+        units = [[each] for each in reversed(cut(self.replica))]
+        return Shards(units, shard_group_size(self.zero, self.machines), frees_gradients=self.zero.stage == 2)
+
+    @property
+    def keeps_shards(self) -> bool:
+        """Whether a worker has the parameters of its shard alone."""
+        return self.zero is not None and self.zero.stage == 3
+
+    def shard_of(self, number: int) -> int:
+        """The number of the shard of the parameters of its part that worker `number` has; 0 where it has all."""
+        return 0 if not self.keeps_shards or self.shards is None else number // self.parts % self.shards.ranks
+
+    def joined(self, models: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The parameters of the workers' part of the model, from those that they deliver, in rank order."""
+        if not self.keeps_shards or self.shards is None:
+            return self.topology.result((), models)
+        whole = models[0].new_empty(self.replica.numel)
+        return self.shards.join(models[: self.shards.ranks], whole)
 
     # ---- the nodes
 
@@ -277,7 +322,7 @@ class Setup:
         Tried with Gloo on one machine only. A codec keeps state for each rank, and a stage exists once in a pipeline.
         """
         strategy = self.topology.uses_engine and not self.topology.servers and self.codec is None
-        whole = self.stages is None and self.job.companions is None
+        whole = self.stages is None and self.job.companions is None and self.zero is None
         on_cpu = all(device == CPU for device in self.devices)
         started_here = is_real(self.config.on) and not is_started_outside(self.config.on)  # else an agent restarts all
         return strategy and whole and on_cpu and self.traits.regroups and started_here
@@ -303,6 +348,8 @@ class Setup:
         found = self.topology.deploy()
         if self.re_forms:
             return Deployment(tuple(replace(node, when_lost=WhenLost.RE_FORM) for node in found.nodes))
+        if self.zero is not None:  # nobody else has the shard of a worker that is lost
+            return Deployment(tuple(map(_rolled_back, found.nodes)))
         return found if self.job.companions is None else with_companions(found, self.job.companions, self.workers)
 
     @cached_property

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from dure.run.strategy import Strategy
 
 _FOR_EACH_STEP = (
-    "For a mean over all ranks in each step, leave dure.attach out and give fully_shard both dimensions of the mesh: "
-    "fully_shard(model, mesh=mesh)."
+    "For a mean over all ranks in each step, leave dure.attach out and give fully_shard both dimensions of the mesh, "
+    'fully_shard(model, mesh=mesh); or leave fully_shard and across out, and write shard="zero:stage=2".'
 )
 
 
@@ -175,6 +175,7 @@ class PartReplica(Replica):
         )
         self._trained = tuple(parameter for _, parameter in found)
         self._slots = ()
+        self.keeps_gradients, self._hidden = True, ()
         self.params = torch.cat([part.reshape(-1) for part in parts])
         self.grads = self.marked_grads = _zeros(self.params)
         meshes: list[DeviceMesh] = [each.device_mesh for _, each in found]  # type: ignore[attr-defined]

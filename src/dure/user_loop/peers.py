@@ -99,7 +99,7 @@ class LoopCollectives:
         replica: Replica,
         strategy: Strategy,
         missing: Callable[[], Sequence[int]],
-        lines: Sequence[Sequence[int]],
+        lines: Sequence[Sequence[int]] = (),
     ) -> None:
         topology: Any = strategy.topology
         self._sync = strategy.sync
@@ -133,8 +133,10 @@ class LoopCollectives:
             return
         await begin_as_first(group, worker, replica)
         if not replica.is_part:
-            share = worker.share
-            source.exchange = Exchange(self._node, group, replica, share, failed, source.name, self._missing)
+            source.exchange = self._exchange(worker, failed, source.name)
+
+    def _exchange(self, worker: WorkerState, failed: Failed, name: str) -> Exchange:
+        return Exchange(self._node, self._group, self._replica, worker.share, failed, name, self._missing)
 
     @property
     def bytes_sent(self) -> int:
@@ -145,8 +147,9 @@ class LoopCollectives:
         """An empty table: there are no servers."""
         return {}
 
-    def rates(self) -> None:
-        """Nothing travels with updates: each rank's optimizer steps by itself."""
+    def rates(self) -> list[float] | None:
+        """None: each rank's optimizer steps by itself, at its own rates."""
+        return None
 
     def intend(self, mine: Intention) -> bool:
         """Agree with the other ranks on the next step; returns whether all go on. Ends the exchange of a gradient."""
