@@ -104,7 +104,7 @@ class UserOptimizer:
         if gradient is not replica.grads:
             replica.grads.copy_(gradient)
         unused = [index for index in self.unused if replica.is_unused(index)]
-        with self._stepping(), replica.without_gradients(unused):
+        with self._stepping(), replica.stepping(unused):
             self.optimizer.step()
         if out is not replica.params:
             out.copy_(replica.params)
