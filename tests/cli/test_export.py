@@ -191,6 +191,37 @@ def test_a_run_moves_to_a_script_with_fully_shard_and_back(partition, job, text,
     assert run.summary()["samples"] == 10 * 24
 
 
+PEAK = """
+import resource, sys
+from pathlib import Path
+from dure.core.regular_file import CHECKPOINTS
+from dure.run.export import SavedRun, write_model
+from dure.run.saved_model import write_tensors
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+folder, out = map(Path, sys.argv[1:])
+run = SavedRun(folder)
+before = peak()
+write_model(run, "safetensors", out / "model")
+write_model(run, "dcp", out / "dcp")
+write_tensors(out, run.setup, run.model, {})
+print(peak() - before, run.replica.params.nbytes)
+"""
+
+
+@pytest.mark.long
+def test_no_process_holds_the_state_of_the_whole_optimizer(tmp_path):
+    """The resident memory of an export grows by a parameter, not by a vector of the optimizer."""
+    started(tmp_path / "run", ONE, job="digits-mlp:hidden=1000,depth=30", steps=1, checkpoint_every=1, dtype="float32")
+    words = [sys.executable, "-c", PEAK, str(tmp_path / "run"), str(tmp_path)]
+    found = subprocess.run(words, capture_output=True, text=True, timeout=200, env=environment(), check=True)
+    grown, nbytes = map(int, found.stdout.split())
+    assert nbytes > 100e6
+    assert grown < 0.5 * nbytes
+
+
 # ---- refusals
 
 
