@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from dure.core.node import Ghost
+from dure.core.shards import UNITS_AT_ONCE
 from dure.partition.stage import Stage
 from dure.partition.stage_module import Leaves
 
@@ -28,15 +29,13 @@ if TYPE_CHECKING:
 
     from dure.core.node import Operation
     from dure.job.gradient import Gradient, ShardedUnits
+    from dure.job.gradient_engine import Draws
     from dure.partition.layout import Held, StageLayout
     from dure.partition.orders import Action
     from dure.partition.stage_module import Passed
 
 TIED = 0
 """The unit of the parameters that several chunks have. That of chunk k is k + 1."""
-
-IN_FLIGHT = 1
-"""Scatters that are under way at once. Each keeps the gradient of a unit, and what is received for it."""
 
 
 def units_of(layout: StageLayout, part: int) -> list[list[Held]]:
@@ -90,6 +89,7 @@ class ShardedStage(Stage):
         self._unit_of = {layer: unit for unit in self._units for layer in unit.layers}
         self._scatters: deque[tuple[int, Operation[Tensor]]] = deque()
         self._own: Tensor | None = None
+        self._drawn: dict[int, Draws] = {}
 
     @property
     def _shard(self) -> ShardedUnits:
@@ -176,6 +176,19 @@ class ShardedStage(Stage):
         if unit.memory is not None and not isinstance(unit.memory, Ghost):
             unit.memory.untyped_storage().resize_(0)
 
+    def _draw(self, stage: int, action: Action) -> Sequence[int] | Draws:
+        """Draw as a whole model does: from the worker and the step, and on from chunk to chunk."""
+        if self.shared is not None:  # ways draw numbers of their own between two layers, and together behind them
+            return super()._draw(stage, action)
+        if action.chunk == 0:
+            return (self.batches.seed, self.batches.replica, action.batch)
+        return self._drawn.get(action.chunk - 1, ())  # no state where no layer draws
+
+    def _forward(self, action: Action, stage: int, passed: Passed | None) -> None:
+        super()._forward(action, stage, passed)
+        if self.module is not None and self.module.drawn is not None:
+            self._drawn[action.chunk] = self.module.drawn
+
     def _leaves_of(self, action: Action, weights: Tensor) -> Leaves:
         unit = self._units[action.chunk + 1]
         return Leaves(weights, self._units[TIED].tensors | unit.tensors)
@@ -215,7 +228,7 @@ class ShardedStage(Stage):
         unit = self._units[number]
         if not unit.layers:
             return
-        while len(self._scatters) >= IN_FLIGHT:
+        while len(self._scatters) >= UNITS_AT_ONCE:
             await self._end_scatter()
         gradient, unit.gradient = self._gradient(unit), None
         if self.module is not None:

@@ -29,7 +29,7 @@ from dure.run.checkpoint import fitting
 from dure.run.history import RunCounts
 from dure.run.outcome import Outcome, Totals, count_stages, figures_of
 from dure.run.servers import build_server
-from dure.run.step_shape import completed_variables, referred, slices_of, slowest, step_shape
+from dure.run.step_shape import completed_variables, delays_by_shards, referred, slices_of, slowest, step_shape
 from dure.run.strategy import codec_name
 from dure.run.virtual_companions import VirtualCompanions
 from dure.run.virtual_history import VirtualHistory, VirtualModel
@@ -212,7 +212,7 @@ class VirtualSegment:
         hosts = run.cluster.placed(setup.deployment.places())
         shape = step_shape(setup, run.cluster)
         weights = np.random.default_rng((setup.config.seeded, self.checkpoint_step, WEIGHTS_STREAM))
-        return VirtualRuntime(
+        runtime = VirtualRuntime(
             run.cluster,
             lambda kernel: Network(
                 run.cluster, kernel, hosts, weights, getattr(setup.strategy.topology, "algorithm", "engine")
@@ -229,6 +229,8 @@ class VirtualSegment:
             together=setup.strategy.pushes_together,
             completed=completed_variables(setup, run.cluster, shape),
         )
+        runtime.delays = delays_by_shards(setup, run.cluster, runtime.network)
+        return runtime
 
     def _history(self, missing: int) -> VirtualHistory:
         run, counts, attendance = self.whole, self.totals.counts, self.attendance

@@ -15,10 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dure.core.shards import SLICES_AT_ONCE
 from dure.core.vectors import Range, equal_ranges
-
-IN_FLIGHT = 2
-"""Slices of a gradient that are under way at once. Each takes memory for the parts of the other ranks."""
 
 
 class Scatter:
@@ -66,7 +64,7 @@ class Scatters:
 
     def begin(self, part: torch.Tensor) -> None:
         """Begin with a slice. Waits for an earlier one where too many are under way."""
-        while len(self._under_way) >= IN_FLIGHT:
+        while len(self._under_way) >= SLICES_AT_ONCE:
             self._end_first()
         self._under_way.append(self._scatter(part))
 
