@@ -98,6 +98,7 @@ def test_a_model_that_was_changed_elsewhere_comes_back(tmp_path):
     assert said == {"folder": str(tmp_path / "run"), "step": 7, "optimizer": False}
     parts = checkpoint.load(tmp_path / "run" / CHECKPOINTS).parts
     assert parts.plain["worker-1"]["clock"] == 7
+    assert parts.plain["worker-1"]["optimizer"] == {"steps": 0}
     assert not parts["worker-0"].tensors["optimizer.mean"].any()
     run = dure.train("", resume=tmp_path / "run", partition=THREE, steps=7, checkpoint_every=7)
     assert run.history[-1]["step"] == 7
