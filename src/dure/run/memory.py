@@ -197,7 +197,8 @@ def _splits(setup: Setup, stages: Stages) -> list[str]:
     pipeline, shared = stages.pipeline, stages.shared
     ways = [] if shared is None else [f"more ways than {shared.ways}"]
     deeper = [] if shared is not None and not shared.in_pipelines else [f"more stages than {pipeline.stages}"]
-    takes = pipeline is not ONE_STAGE and not setup.job.recompute and _takes_remat(pipeline)
+    deep = pipeline is not ONE_STAGE and not stages.sharded
+    takes = deep and not setup.job.recompute and _takes_remat(pipeline)
     return [f"use {' or '.join([*ways, *deeper])}", *["add remat=true"] * takes]
 
 
