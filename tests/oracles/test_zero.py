@@ -33,7 +33,7 @@ def test_two_processes_have_the_bits_of_bsp(job, partition, fork_server):
 @pytest.mark.parametrize("workers", [2, 3, 4])
 @pytest.mark.parametrize("partition", [*STAGES, "zero:stage=1,within=2", "zero:stage=3,within=2"])
 @pytest.mark.parametrize("optimizer", ["sgd:lr=0.1", "adamw:lr=0.01,eps=0.001", "momentum:lr=0.05,clip=0.1"])
-@pytest.mark.parametrize("job", [zero_jobs.mlp, zero_jobs.cnn, zero_jobs.unused, stage_jobs.tied])
+@pytest.mark.parametrize("job", [zero_jobs.mlp, zero_jobs.cnn, zero_jobs.unused, stage_jobs.tied, zero_jobs.dropped])
 def test_virtual_runs_equal_bsp(workers, partition, optimizer, job):
     if "within" in partition and workers % 2:
         pytest.skip("groups of two")
@@ -95,14 +95,14 @@ def test_shards_of_the_parts_of_layers_equal_one_worker_on_processes(fork_server
         assert largest_difference(sharded, alone) < 1e-12
 
 
-def test_a_worker_never_has_more_than_its_shards_and_some_blocks(fork_server, tmp_path: Path):
-    """Shards of parameters, gradient, two vectors and two of scratch; four blocks of parameters and gradients."""
+def test_a_worker_never_has_more_than_its_shards_and_some_blocks(tmp_path: Path):
+    """Shards of parameters, gradient, two vectors and two of scratch; five blocks of parameters and gradients."""
     options: dict[str, Any] = {"workers": 2, "steps": 8, "optimizer": "adam:lr=0.01", "data": tmp_path}
-    run = local(job_text("watched"), "bsp zero:stage=3", fork_server=fork_server, **options)
+    run = local(job_text("watched"), "bsp zero:stage=3", **options)  # a fork server of its own has no other tensors
     params, block = run.params.nbytes, 4 * (64 * 64 + 64)
     data = 2 * 64 * 64 * 4
     files = list(tmp_path.glob("bytes *"))
     assert len(files) == 2
     for file in files:
         held = max(int(line.split()[1]) for line in file.read_text().splitlines())
-        assert 3 * params < held < 3 * params + 4.5 * block + data
+        assert 3 * params < held < 3 * params + 5 * block + data

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
@@ -68,7 +68,7 @@ class Shards:
         """The elements of each rank's shard. That of the first is the largest."""
         return [size(ranges) for ranges in self.held]
 
-    def join(self, shards: Sequence[torch.Tensor], whole: torch.Tensor) -> torch.Tensor:
+    def join(self, shards: Iterable[torch.Tensor], whole: torch.Tensor) -> torch.Tensor:
         """Copy the shards of all ranks to their ranges of `whole`, and return it."""
         for rank, shard in enumerate(shards):
             at = 0

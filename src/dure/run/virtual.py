@@ -34,7 +34,7 @@ from dure.run.strategy import codec_name
 from dure.run.virtual_companions import VirtualCompanions
 from dure.run.virtual_history import VirtualHistory, VirtualModel
 from dure.run.virtual_membership import Attendance, ClusterEvents
-from dure.run.workers import build_worker, restore_worker, work_through
+from dure.run.workers import build_worker, restore_worker, state_of_worker, work_through
 from dure.runtime.virtual.network import Network
 from dure.runtime.virtual.runtime import VirtualRuntime
 from dure.sync import lifecycle
@@ -176,7 +176,7 @@ class VirtualSegment:
             kept=plain.get("companions"),
         )
         self.model = VirtualModel(setup, self.servers, self.workers, self.attendance, parts)
-        self.history = self._history()
+        self.history = self._history(plain.get("missing", 0))
         try:
             self._build(parts)
         except DureError:
@@ -232,7 +232,7 @@ class VirtualSegment:
         runtime.delays = delays_by_shards(setup, run.cluster, runtime.network)
         return runtime
 
-    def _history(self) -> VirtualHistory:
+    def _history(self, missing: int) -> VirtualHistory:
         run, counts, attendance = self.whole, self.totals.counts, self.attendance
         now = RunCounts(
             seconds=lambda: self.runtime.kernel.now,
@@ -244,7 +244,7 @@ class VirtualSegment:
         found = VirtualHistory(
             self.setup, run.callbacks, now, more, model=self.model, attendance=attendance, grader=run.evaluator
         )
-        found.restore(run.history)
+        found.restore(run.history, missing)
         return found
 
     def _events(self, *, resumed: bool) -> ClusterEvents:
@@ -322,7 +322,7 @@ class VirtualSegment:
         worker.boundary = self._boundary
         worker.on_step, worker.on_abort, worker.on_boundary = self._callbacks
         buffers = worker.buffers
-        part = restore_worker(worker, parts or {})
+        part = restore_worker(self.setup, worker, parts or {})
         if part is not None:
             with fitting(f"worker-{rank}"):
                 self.durations[rank].skip(part.plain["drawn"])
@@ -501,17 +501,18 @@ class VirtualSegment:
             "checkpoint": self.checkpoint_step,
             "companions": self.companions.plain(),
             "history": self.whole.history,
+            "missing": self.history.missing,
             "origin": self.setup.origin,
         }
-        parts: Parts = {"run": State({}, run)} | retired
+        parts = {"run": State({}, run), **retired}
         for rank, worker in self.workers.items():
             if self.attendance.works(rank):
-                state = lifecycle.state(worker).cloned()
+                state = state_of_worker(worker).cloned()
                 state.plain["drawn"] = self.durations[rank].drawn
                 parts[f"worker-{rank}"] = state
         for server in self.servers:
             parts |= server.parts()
-        return parts | self.companions.parts()
+        return {**parts, **self.companions.parts()}
 
     def outcome(self) -> Outcome:
         """The outcome of the run."""

@@ -109,6 +109,12 @@ def shard_group_size(zero: Zero, machines: Sequence[int]) -> int:
                 f"within=host makes shard groups of the workers of each host, and the hosts have "
                 f"{', '.join(map(str, sizes))}. Use hosts with the same number of workers, or within=W."
             )
+        if sizes[0] == 1 < workers:
+            raise UsageError(
+                f"within=host makes shard groups of the workers of each host, and each of the {workers} hosts has one "
+                "that holds this part of the model: nothing would be sharded. Leave within out, or put several workers "
+                "on each host."
+            )
         return sizes[0]
     if workers % within:
         raise UsageError(
