@@ -183,8 +183,9 @@ def _sharded_more(setup: Setup) -> list[str]:
     pipeline = None if pipeline_of(partition) is ONE_STAGE or setup.parts == 1 else pipeline_of(partition)
     shared = shared_of(partition)
     stage, within = (0, None) if zero is None else (zero.stage, zero.within)
+    blocks = not is_one_block(setup.job, setup.model.replica.module) and (shared is None or shared.in_pipelines)
     for more in (Zero(stage=3, within=within), Zero(stage=2, within=within), Zero(stage=1, within=within)):
-        if more.stage <= stage or (more.stage == 3 and is_one_block(setup.job, setup.model.replica.module)):
+        if more.stage <= stage or (more.stage == 3 and not blocks):
             continue
         joined = more if setup.parts == 1 else Mesh(pipeline, shared, more)
         with suppress(StrategyError):

@@ -175,7 +175,7 @@ def test_two_ways_fit_where_the_whole_model_does_not():
         ),
         (
             "neurons:ways=2",
-            "Shard it, as in --partition neurons:ways=2+zero:stage=3, use more ways than 2, or make the mini-batch "
+            "Shard it, as in --partition neurons:ways=2+zero:stage=1, use more ways than 2, or make the mini-batch "
             "smaller.",
         ),
     ],
