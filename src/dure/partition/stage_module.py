@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from dure.errors import UsageError
-from dure.job.gradient_engine import RandomState, Isolated
+from dure.job.gradient_engine import Isolated, RandomState
 from dure.job.replica import Replica
 from dure.partition.blocks import first_samples
 from dure.partition.borders import Kept
