@@ -116,6 +116,23 @@ class MeanGradients(Protocol):
         ...
 
 
+class Shard(Protocol):
+    """The part of a worker in what the workers of one part of a model would hold alike: ranges of a flat vector."""
+
+    @property
+    def own(self) -> Sequence[tuple[int, int]]:
+        """The ranges, in the order of the shard."""
+        ...
+
+    async def part_of_mean(self, values: torch.Tensor, share: float) -> torch.Tensor:
+        """This worker's part of the mean of `values`, of which each member has a `share`."""
+        ...
+
+    async def sum_near(self, number: float) -> float:
+        """The sum of a number over the workers that share a copy."""
+        ...
+
+
 class Requester(Protocol):
     """The part of a worker that a source uses: the worker requests a gradient.
 
@@ -134,6 +151,11 @@ class Requester(Protocol):
 
     @property
     def group(self) -> MeanGradients: ...
+
+    @property
+    def shard(self) -> Shard | None:
+        """The shard of a worker that holds one."""
+        ...
 
     @property
     def drained_at(self) -> int: ...

@@ -29,14 +29,16 @@ for the whole vector. So results do not depend on how a model is cut into shards
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 
 from dure.core.spec_text import MemberSpec, names, nearest, parse_members, typed, value_text
-from dure.core.state import State, under_prefix, with_prefix
+from dure.core.state import State
 from dure.errors import StrategyError
 
 BLOCK = 1 << 18
@@ -196,7 +198,7 @@ class FlatOptimizer:
         for start, stop, spec, group in self._pieces:
             rate = _rate(spec, lr, group)
             rule = _rule(spec)
-            if rule is _RULES["sgd"] and not spec.weight_decay and stop - start == self.numel:
+            if rule is _RULES["sgd"] and not spec.weight_decay and stop - start == values.numel():
                 torch.add(values, gradient, alpha=-rate, out=out)  # the most frequent case, in one call
                 continue
             size = stop - start if rule is _RULES["sgd"] and not spec.weight_decay else BLOCK
@@ -246,11 +248,23 @@ class FlatOptimizer:
         gradient: torch.Tensor,
         out: torch.Tensor,
     ) -> _View:
-        rule = _rule(spec)
-        kept = [self.vectors[name] for name in rule.keeps]
-        decayed, scratch = self._scratch
         if cut.start or cut.stop < self.numel:  # a slice takes as long as the arithmetic of a thousand elements
             values, gradient, out = values[cut], gradient[cut], out[cut]
+        return self._over(spec, lr, cut, values, gradient, out)
+
+    def _over(
+        self,
+        spec: OptimizerSpec,
+        lr: float,
+        cut: slice,
+        values: torch.Tensor,
+        gradient: torch.Tensor,
+        out: torch.Tensor,
+    ) -> _View:
+        """The arguments of the rule for the elements `cut` of its state."""
+        kept = [self.vectors[name] for name in _rule(spec).keeps]
+        decayed, scratch = self._scratch
+        if cut.start or cut.stop < self.numel:
             kept = [vector[cut] for vector in kept]
             decayed, scratch = decayed[: cut.stop - cut.start], scratch[: cut.stop - cut.start]
         if spec.weight_decay and spec.name != "adamw":
@@ -327,10 +341,10 @@ def clip_factor(norm: float, clip: float) -> float:
     return factor if not factor >= 1 else 1.0  # NaN stays
 
 
-class RangesOptimizer:
+class RangesOptimizer(FlatOptimizer):
     """An update rule for some `ranges` of a flat vector; a gradient is the concatenation of these ranges.
 
-    `segments` are the parameter groups of the whole vector.
+    `segments` are the parameter groups of the whole vector. The vectors of its state are as long as a gradient.
     """
 
     def __init__(
@@ -342,36 +356,31 @@ class RangesOptimizer:
         segments: Sequence[GroupRange] = (),
         device: torch.device | str = "cpu",
     ) -> None:
-        self.spec = spec
-        self._parts: list[tuple[int, int, FlatOptimizer]] = []
-        for start, stop in ranges:
-            own = restrict(segments, [(start, stop)])
-            self._parts.append((start, stop, FlatOptimizer(spec, stop - start, dtype, segments=own, device=device)))
+        stops = list(accumulate(stop - start for start, stop in ranges))
+        own = restrict(segments, ranges)
+        super().__init__(spec, stops[-1] if stops else 0, dtype, segments=own, device=device)
+        held = [(at - (stop - start), at, start) for at, (start, stop) in zip(stops, ranges, strict=True)]
+        self._pieces = [
+            (max(start, low), min(stop, high), spec, group)
+            for start, stop, spec, group in self._pieces
+            for low, high, _ in held
+            if max(start, low) < min(stop, high)
+        ]
+        self._starts = [low for low, _, _ in held]
+        self._shifts = [first - low for low, _, first in held]
 
-    def apply(
+    def _view(
         self,
+        spec: OptimizerSpec,
+        lr: float,
+        cut: slice,
         values: torch.Tensor,
         gradient: torch.Tensor,
         out: torch.Tensor,
-        *,
-        lr: float | Sequence[float] | None = None,
-    ) -> None:
-        """As `FlatOptimizer.apply`. Elements outside the ranges do not change in `out`."""
-        at = 0
-        for start, stop, part in self._parts:
-            part.apply(values[start:stop], gradient[at : at + stop - start], out[start:stop], lr=lr)
-            at += stop - start
-
-    def state(self) -> State:
-        """The state that a checkpoint keeps, with the place of a range before the names of its vectors."""
-        states = [part.state() for _, _, part in self._parts]
-        tensors = {name: each for i, s in enumerate(states) for name, each in with_prefix(f"{i}.", s.tensors).items()}
-        return State(tensors, {"parts": [state.plain for state in states]})
-
-    def restore(self, state: State) -> None:
-        """Continue from `state`. Raises `ValueError` if it belongs to another rule or size."""
-        for number, ((_, _, part), plain) in enumerate(zip(self._parts, state.plain["parts"], strict=True)):
-            part.restore(State(under_prefix(f"{number}.", state.tensors), plain))
+    ) -> _View:
+        shift = self._shifts[bisect_right(self._starts, cut.start) - 1]
+        there = slice(cut.start + shift, cut.stop + shift)
+        return self._over(spec, lr, cut, values[there], gradient[cut], out[there])
 
 
 class RowOptimizer:

@@ -1,6 +1,6 @@
 """The partition axis: the split of the model. One line per member; the class describes the rest (`core.catalogue`)."""
 
-__all__ = ["CATALOGUE", "PIPELINES", "SHARING"]
+__all__ = ["CATALOGUE", "PIPELINES", "SHARDED", "SHARING"]
 
 PIPELINES = {
     "gpipe": "dure.partition.methods.gpipe:GPipe",
@@ -26,4 +26,7 @@ SHARING = {
 }
 """Partitions inside layers."""
 
-CATALOGUE = {"none": "dure.partition.whole:Whole", **PIPELINES, **SHARING}
+SHARDED = {"zero": "dure.partition.methods.zero:Zero"}
+"""Partitions of what data-parallel workers would hold alike."""
+
+CATALOGUE = {"none": "dure.partition.whole:Whole", **PIPELINES, **SHARING, **SHARDED}

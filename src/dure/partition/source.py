@@ -9,7 +9,7 @@ wait for the others here. Messages have tags above those of borders.
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from dure.core.node import Operation
-    from dure.job.gradient import Gradient, Requester
+    from dure.core.vectors import Range
+    from dure.job.gradient import Gradient, Requester, Shard
     from dure.partition.orders import Action
     from dure.partition.stage import Stage
 
@@ -96,22 +97,46 @@ async def share_copies(stage: Stage, gradient: Tensor) -> None:
     stage.meter.add("wait", started, stage.node.now(), "update")
 
 
-async def limit_norm(stage: Stage, gradient: Tensor, clip: float) -> None:
+async def limit_norm(stage: Stage, gradient: Tensor, clip: float, shard: Shard | None = None) -> None:
     """Limit the norm of the gradient of the whole model, of which `gradient` is a part, to `clip`, in place.
 
     The workers add up their squared norms in the order of parts. A parameter that several hold counts at the first.
+    With a `shard`, `gradient` is that of its ranges, and the workers of one part add up theirs before.
     """
     others = [part for part in stage.layout.parts if part != stage.part]
+    again = [(held.start, held.stop) for held in stage.layout.held[stage.part] if not held.first]
+    squares = 0.0 if isinstance(gradient, Ghost) else _squares_without(gradient, again, shard)
+    if shard is not None:
+        squares = await shard.sum_near(squares)
     if isinstance(gradient, Ghost):
         await exchanged(stage, {rank: Ghost(1, torch.float64.itemsize) for rank in others}, NORM)
         return
-    again = [held for held in stage.layout.held[stage.part] if not held.first]
-    starts, stops = [0, *(held.stop for held in again)], [*(held.start for held in again), gradient.numel()]
-    parts = [gradient[start:stop] for start, stop in zip(starts, stops, strict=True)]
-    own = torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]).square().sum().reshape(1)
+    own = torch.tensor([squares], dtype=torch.float64, device=gradient.device)
     received = await exchanged(stage, dict.fromkeys(others, own), NORM)
-    squares = [own if part == stage.part else received[part] for part in stage.layout.parts]
-    gradient *= clip_factor(math.sqrt(sum(map(float, squares))), clip)
+    each = [own if part == stage.part else received[part] for part in stage.layout.parts]
+    gradient *= clip_factor(math.sqrt(sum(map(float, each))), clip)
+
+
+def _squares_without(gradient: Tensor, again: Sequence[Range], shard: Shard | None) -> float:
+    """The sum of squares of a gradient without the ranges `again` of the whole flat vector."""
+    ranges = [(0, gradient.numel())] if shard is None else shard.own
+    total, at = torch.zeros((), dtype=torch.float64, device=gradient.device), 0
+    for start, stop in ranges:
+        for low, high in _outside(again, start, stop):
+            part = gradient[at + low - start : at + high - start]
+            total += torch.linalg.vector_norm(part, dtype=torch.float64).square()
+        at += stop - start
+    return float(total)
+
+
+def _outside(ranges: Sequence[Range], start: int, stop: int) -> Iterator[Range]:
+    """What is left of `start` to `stop` without `ranges`, which are in order."""
+    for low, high in ranges:
+        if start < min(low, stop):
+            yield start, min(low, stop)
+        start = max(start, high)
+    if start < stop:
+        yield start, stop
 
 
 def _like(value: Tensor) -> Tensor:
@@ -217,7 +242,15 @@ class StageSource:
         return await self._completed(await self._next(requester))
 
     async def _mean(self, requester: Requester) -> Gradient:
-        return await self._completed(await self._mean_of_replicas(requester))
+        shard = requester.shard
+        if shard is None:
+            return await self._completed(await self._mean_of_replicas(requester))
+        gradient = await self._next(requester)
+        await sum_ties(self.stage, gradient.values)  # before it is scattered: the copies are parts of other shards
+        part = await shard.part_of_mean(gradient.values, self.share)
+        if self.clip is not None:
+            await limit_norm(self.stage, part, self.clip, shard)
+        return gradient.with_values(part)
 
     async def _completed(self, gradient: Gradient) -> Gradient:
         """A gradient that is to be applied, with what it needs from the other stages.

@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING, Any
 from dure.codec.cost import SizeOnly, bytes_per_value, random_slices, slices_of
 from dure.codec.fp32 import Float32
 from dure.core.deployment import SERVER, WORKER, Deployment, NodeSpec, WhenLost
+from dure.core.shards import Shards
 from dure.errors import UsageError
 from dure.job.companions import RunShape
 from dure.job.data.split import IID, Batches
 from dure.job.initial_model import InitialModel, is_on_meta
+from dure.job.overlap import cut
 from dure.partition.cut import ANY, Speeds
-from dure.partition.mesh import pipeline_of, shared_of
+from dure.partition.mesh import pipeline_of, shared_of, zero_of
+from dure.partition.methods.zero import Zero, shard_group_size
 from dure.run.devices import CPU
 from dure.run.places import is_real, is_started_outside
 from dure.run.server_side import ServerSide
@@ -232,6 +235,21 @@ class Setup:
         """The number of the copy of the model that worker `number` holds, or holds a stage of."""
         return number // self.parts
 
+    # ---- shards
+
+    @cached_property
+    def zero(self) -> Zero | None:
+        """The sharding of what the workers of the same part would hold alike, if there is any."""
+        return zero_of(self.strategy.partition)
+
+    @cached_property
+    def shards(self) -> Shards | None:
+        """The shards of the model, or of one part of it; None where a worker holds it whole."""
+        if self.zero is None:
+            return None
+        units = [[each] for each in reversed(cut(self.replica))]
+        return Shards(units, shard_group_size(self.zero, self.machines))
+
     # ---- the nodes
 
     @cached_property
@@ -277,7 +295,7 @@ class Setup:
         Tried with Gloo on one machine only. A codec keeps state for each rank, and a stage exists once in a pipeline.
         """
         strategy = self.topology.uses_engine and not self.topology.servers and self.codec is None
-        whole = self.stages is None and self.job.companions is None
+        whole = self.stages is None and self.job.companions is None and self.zero is None
         on_cpu = all(device == CPU for device in self.devices)
         started_here = is_real(self.config.on) and not is_started_outside(self.config.on)  # else an agent restarts all
         return strategy and whole and on_cpu and self.traits.regroups and started_here
@@ -303,6 +321,8 @@ class Setup:
         found = self.topology.deploy()
         if self.re_forms:
             return Deployment(tuple(replace(node, when_lost=WhenLost.RE_FORM) for node in found.nodes))
+        if self.zero is not None:  # nobody else has the shard of a worker that is lost
+            return Deployment(tuple(map(_rolled_back, found.nodes)))
         return found if self.job.companions is None else with_companions(found, self.job.companions, self.workers)
 
     @cached_property

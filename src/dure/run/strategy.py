@@ -40,7 +40,8 @@ from dure.core.spec_text import (
 )
 from dure.core.text import LONGEST_VALUE, quoted, shortened
 from dure.errors import StrategyError, UsageError
-from dure.partition.mesh import Mesh, pipeline_of
+from dure.partition.mesh import ONE_STAGE, Mesh, pipeline_of, shared_of, zero_of
+from dure.partition.methods.zero import Zero
 from dure.partition.pipeline import Pipeline
 from dure.partition.programmed import Programmed
 from dure.partition.shared_layers import SharedLayers
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
     from dure.sync.base import Sync
     from dure.topology.base import Choice
 
-Partition = Whole | Pipeline | SharedLayers | Mesh
+Partition = Whole | Pipeline | SharedLayers | Zero | Mesh
 
 AXES: Mapping[str, str] = {
     "sync": "when do replicas agree?",
@@ -74,7 +75,10 @@ UNSTAGED = "it decides on each gradient, or uses more than the next one, and a s
 
 OWN_TOPOLOGY = 'Name a topology of your own that offers it: topology="FILE.py:CLASS".'
 
-BASES: Mapping[str, type | UnionType] = {"partition": Pipeline | SharedLayers | Mesh | Whole, "codec": Codec}
+BASES: Mapping[str, type | UnionType] = {
+    "partition": Pipeline | SharedLayers | Zero | Mesh | Whole,
+    "codec": Codec,
+}
 """The base classes of members of an axis; methods and topologies have none."""
 
 MARKS: Mapping[str, tuple[str, ...]] = {"sync": ("traits", "work"), "topology": ("offers", "deployed_as")}
@@ -137,6 +141,9 @@ class Strategy:
         pipeline = pipeline_of(self.partition)
         if pipeline is not None:
             self._check_partition(offers, pipeline)
+        zero = zero_of(self.partition)
+        if zero is not None:
+            self._check_zero(zero, pipeline)
 
     def _check_partition(self, offers: frozenset[str], pipeline: Pipeline) -> None:
         """Raise `StrategyError` if the method or the topology does not run over the parts of a model."""
@@ -152,8 +159,8 @@ class Strategy:
                 f"{member_text('sync', self.sync)} does not run over {partition}: {because}. The nearest that works is "
                 f'"{works} {partition}", or {sync} without a partition.'
             )
-        if isinstance(self.partition, Mesh):
-            self._check_mesh(self.partition)
+        if isinstance(self.partition, Mesh) and self.partition.shared is not None:
+            self._check_mesh(self.partition.pipeline, self.partition.shared)
         if pipeline.versions > 1 and not by_means:
             raise StrategyError(
                 f"{sync} over {topology} does not run over {partition}: it reads and writes the one model of a worker, "
@@ -172,18 +179,53 @@ class Strategy:
                 f'The nearest that works is "{sync} {others[0]} {partition}".'
             )
 
-    def _check_mesh(self, mesh: Mesh) -> None:
+    def _check_mesh(self, whole: Pipeline | None, layers: SharedLayers) -> None:
         """Raise `StrategyError` if the layers of a pipeline's stages cannot be shared."""
-        pipeline, shared = name_of("partition", mesh.pipeline), name_of("partition", mesh.shared)
-        if not mesh.shared.in_pipelines:
+        if whole is None:
+            return
+        pipeline, shared = name_of("partition", whole), name_of("partition", layers)
+        if not layers.in_pipelines:
             raise StrategyError(
                 f"{shared} does not join {pipeline}: it computes parts of a model in an order of its own. The nearest "
-                f'that works is "{member_text("partition", mesh.shared)}" alone.'
+                f'that works is "{member_text("partition", layers)}" alone.'
             )
-        if isinstance(mesh.pipeline, Programmed):
+        if isinstance(whole, Programmed):
             raise StrategyError(
                 f"nothing joins {pipeline}, which is no order of forwards and backwards. The nearest that works is "
-                f'"gpipe:stages={mesh.pipeline.stages}+{member_text("partition", mesh.shared)}".'
+                f'"gpipe:stages={whole.stages}+{member_text("partition", layers)}".'
+            )
+
+    def _check_zero(self, zero: Zero, pipeline: Pipeline | None) -> None:
+        """Raise `StrategyError` where workers of the same part of a model cannot shard it."""
+        sync, topology, text = self.text()["sync"], self.text()["topology"], member_text("partition", zero)
+        whole = member_text("partition", self.partition)
+        if "mean gradient" not in traits_of(self.sync).needs:
+            raise StrategyError(
+                f"{sync} does not run over {whole}: its replicas differ between two averages, and shards are parts of "
+                f'one model. The nearest that works is "bsp collective {whole}", or {sync} without {text}.'
+            )
+        if name_of("topology", self.topology) != "collective" or topology != "collective":
+            raise StrategyError(
+                f"{topology} does not run over {whole}: shards are scattered and gathered by the engine's collectives. "
+                f'The nearest that works is "bsp collective {whole}".'
+            )
+        if not isinstance(self.codec, Float32):
+            raise StrategyError(
+                f"{codec_name(self.codec)} does not encode what {text} scatters: a rank has a part of each gradient, "
+                f'and no place for the errors of the others. The nearest that works is "bsp collective {whole}" with '
+                f"fp32, or {codec_name(self.codec)} without {text}."
+            )
+        if pipeline is not None and (not pipeline.flushes or isinstance(pipeline, Programmed)):
+            name = name_of("partition", pipeline)
+            raise StrategyError(
+                f"{text} does not join {name}, whose updates are no steps of one optimizer on one version of the "
+                f'model. The nearest that works is "1f1b:stages={pipeline.stages}+zero:stage=1".'
+            )
+        if (pipeline is not None and zero.stage == 2) or (pipeline not in (None, ONE_STAGE) and zero.stage == 3):
+            raise StrategyError(
+                f"{text} does not join {member_text('partition', self.partition).rpartition('+')[0]}: the gradients of "
+                "its micro-batches are summed before they are scattered, and each of them reads the parameters. The "
+                f'nearest that works is "{whole.rpartition("+")[0]}+zero:stage=1".'
             )
 
     def _check_codec(self, offers: frozenset[str]) -> None:
@@ -390,20 +432,35 @@ def make(text: str, axis: str | None = None) -> Any:
             made = _make(wrapper, WRAPPER, codec=made)
         elif find(call.name)[0] == "sync":
             made = made + _make(wrapper, REMEDY)
-        elif isinstance(made, Pipeline):
-            made = Mesh(made, _shared(wrapper, call.name))
         else:
-            raise StrategyError(_unjoined(made, call, wrapper))
+            made = _joined(made, call, wrapper)
     if isinstance(made, Codec):
         check_joins(made)
     return made
 
 
+def _joined(made: Any, call: MemberSpec, wrapper: MemberSpec) -> Mesh:
+    """The partition `made`, which begins with `call`, joined by `wrapper`. Raises `StrategyError`."""
+    pipeline = made.pipeline if isinstance(made, Mesh) else made if isinstance(made, Pipeline) else None
+    shared, zero = shared_of(made), zero_of(made)
+    if zero is None and (pipeline is not None or shared is not None):
+        other = _make(wrapper, "partition")
+        if isinstance(other, Zero):
+            return Mesh(pipeline, shared, other)
+        if shared is None:
+            return Mesh(pipeline, _shared(wrapper, call.name))
+    raise StrategyError(_unjoined(made, call, wrapper))
+
+
 def _unjoined(made: Any, call: MemberSpec, wrapper: MemberSpec) -> str:
     """The refusal of `wrapper` behind `call`, which made an object that nothing joins."""
-    if isinstance(made, SharedLayers) and made.in_pipelines and issubclass(load(find(wrapper.name)[1]), Pipeline):
+    kind = load(find(wrapper.name)[1])
+    if isinstance(made, SharedLayers) and made.in_pipelines and issubclass(kind, Pipeline):
         pipeline = member_text("partition", _make(wrapper, "partition"))
         return f'"{wrapper.name}" comes first: write "{pipeline}+{member_text("partition", made)}".'
+    zero = zero_of(made)
+    if zero is not None and issubclass(kind, Pipeline | SharedLayers):
+        return f'zero comes last: write "{wrapper.name}+{member_text("partition", zero)}".'
     return f'nothing joins {call.name}, so not "{wrapper.name}": write "{call.name}" alone.'
 
 
@@ -412,7 +469,8 @@ def _shared(call: MemberSpec, pipeline: str) -> SharedLayers:
     made = _make(call, "partition")
     if not isinstance(made, SharedLayers):
         raise StrategyError(
-            f'"{call.name}" does not join {pipeline}: layers that are shared do, as in "{pipeline}+tensor:ways=2".'
+            f'"{call.name}" does not join {pipeline}: layers that are shared do, as in "{pipeline}+tensor:ways=2", and '
+            f'sharded data parallelism, as in "{pipeline}+zero:stage=1".'
         )
     return made
 
@@ -445,7 +503,7 @@ def member_text(axis: str, member: Any) -> str:
     if isinstance(member, Codec):
         return "+".join(_call_text(WRAPPER if i else "codec", each) for i, each in enumerate(_layers(member)))
     if isinstance(member, Mesh):
-        return f"{_call_text(axis, member.pipeline)}+{_call_text(axis, member.shared)}"
+        return "+".join(_call_text(axis, each) for each in member.members)
     inner, remedies = parts(member)
     return "+".join([_call_text(axis, inner), *(_call_text(REMEDY, remedy) for remedy in remedies)])
 
@@ -489,7 +547,7 @@ def _members(choice: Any) -> list[Any]:
     if isinstance(choice, Codec):
         return _layers(choice)
     if isinstance(choice, Mesh):
-        return [choice.pipeline, choice.shared]
+        return choice.members
     inner, remedies = parts(choice)
     return [inner, *remedies]
 

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
 from dure.core.node import EndOfWork
 from dure.errors import Evicted
-from dure.job.optimizer import Clipped, FlatOptimizer
+from dure.job.optimizer import Clipped, FlatOptimizer, RangesOptimizer
 from dure.partition.source import StageSource
 from dure.run.checkpoint import fitting
 from dure.sync import lifecycle
 from dure.sync.worker import Worker
 from dure.sync.worker_state import WorkerState
 from dure.topology.base import check_sessions
+from dure.topology.collective.sharded import ShardedSession, ShardGroups
 from dure.topology.collective.topology import GroupSession
 from dure.topology.parameter_server.portion_client import PortionClient
 from dure.topology.parameter_server.session import ServerSession
 
 if TYPE_CHECKING:
     from dure.core.meter import Meter
-    from dure.core.node import Node
+    from dure.core.node import Group, Node, ShardedGroup
+    from dure.core.shards import Shards
     from dure.core.state import State
     from dure.job.gradient import GradientSource, LocalOptimizer
     from dure.run.checkpoint import Parts
@@ -65,6 +67,8 @@ def build_worker(run: Setup, node: Node, number: int, meter: Meter, *, start: in
     group = topology.group(node, meter)
     if group is not None:
         worker.sessions.group = GroupSession(worker, group)
+    if setup.shards is not None and group is not None:
+        _shard(worker, setup, group, setup.shards)
     if topology.clocked:
         server = setup.client(node, rank)
         worker.sessions.server = ServerSession(worker, server)
@@ -73,6 +77,23 @@ def build_worker(run: Setup, node: Node, number: int, meter: Meter, *, start: in
     topology.connect(worker, group)
     check_sessions(topology.choice, worker.sessions)
     return worker
+
+
+def _shard(worker: WorkerState, setup: Setup, group: Group, shards: Shards) -> None:
+    """Have a worker hold its shard of the optimizer's state, and exchange parts of gradients."""
+    node, model, size = worker.node, setup.model, shards.ranks
+    place, first = worker.rank % size, worker.rank - worker.rank % size
+    alone = size == setup.workers
+    near = group if alone else node.group(range(first, first + size))
+    across = None if alone else node.group(range(place, setup.workers, size))
+    groups = ShardGroups(group, cast("ShardedGroup", near), across, shards, place)
+    clip = setup.job.optimizer.clip if worker.source.whole else None  # a stage clips by the norm over all stages
+    session = ShardedSession(worker, groups, clip=clip)
+    worker.sessions.group = worker.sessions.sharded = session
+    replica, segments = model.replica, model.rates.segments
+    worker.optimizer = RangesOptimizer(
+        setup.job.optimizer, session.own, replica.dtype, segments=segments, device=replica.device
+    )
 
 
 def _companions_source(run: Setup, node: Node, number: int, start: int, meter: Meter) -> GradientSource | None:

@@ -80,7 +80,7 @@ class Worker:
         await state.boundary.stop(state)
         if state.sessions.rows is not None:
             return state.finish_step(await state.sessions.rows.mean_gradient(state.data.next(state)))
-        if state.refusals.in_a_row and not state.group.encodes:
+        if state.refusals.in_a_row and not state.group.encodes and state.sessions.sharded is None:
             # The last mean was refused. This one says whose gradient is at fault, for one more message.
             mean = await examined_mean(await state.source.gradient(state), state.share, state.group)
         else:
@@ -90,9 +90,12 @@ class Worker:
     def step(self, gradient: torch.Tensor) -> None:
         """Make one step of the local optimizer, in place."""
         state = self.state
-        if isinstance(state.params, Ghost) or state.is_skipped(gradient):
+        if state.is_skipped(gradient):
             return
-        state.optimizer.apply(state.params, gradient, state.params, lr=state.lr)
+        if not isinstance(state.params, Ghost):
+            state.optimizer.apply(state.params, gradient, state.params, lr=state.lr)
+        if state.sessions.sharded is not None:
+            state.sessions.sharded.begin_gather(state.params)
 
     # ---- its model, and what a restart restores beside it
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from dure.core.meter import Meter
     from dure.core.node import Group, Node
     from dure.job.gradient import Gradient
+    from dure.topology.collective.sharded import ShardedSession
     from dure.topology.collective.topology import GroupSession
     from dure.topology.gossip.topology import Peer
     from dure.topology.hybrid.topology import RowSession
@@ -47,12 +48,14 @@ def _first(snapshots: Sequence[torch.Tensor]) -> torch.Tensor:
 class Sessions:
     """The sessions of a worker with its topology; None where the topology has no such part.
 
-    `work_queue` hands out portions of a batch (L-BFGS). `rows` computes mean gradients with servers that hold a part of
-    the model (hybrid). `own` has the sessions of a user's topology, by the words that it offers.
+    `sharded` is the `group` of a worker that holds a shard. `work_queue` hands out portions of a batch (L-BFGS).
+    `rows` computes mean gradients with servers that hold a part of the model (hybrid). `own` has the sessions of a
+    user's topology, by the words that it offers.
     """
 
     server: ServerSession | None = None
     group: GroupSession | None = None
+    sharded: ShardedSession | None = None
     peer: Peer | None = None
     memory: MemorySession | None = None
     work_queue: PortionClient | None = None
@@ -127,6 +130,8 @@ class Boundary:
         if worker.step_begun:
             worker.step_begun = False
             return
+        if worker.sessions.sharded is not None:
+            await worker.sessions.sharded.gathered()
         # A checkpoint comes before the end of the work: a run that is resumed at its last step ends there.
         if worker.suspends():
             # What is under way beside the method is no declared state, so it must arrive before the state is saved.
@@ -358,6 +363,11 @@ class WorkerState:
     def group(self) -> GroupSession:
         """The session with the group of all workers."""
         return _present(self.sessions.group, "a group of workers")
+
+    @property
+    def shard(self) -> ShardedSession | None:
+        """The session of a worker that holds a shard."""
+        return self.sessions.sharded
 
     @property
     def peer(self) -> Peer:

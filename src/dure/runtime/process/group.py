@@ -23,13 +23,15 @@ import torch.distributed as dist
 
 from dure.core.collective_cost import COLLECTIVES, Path
 from dure.core.node import Operation
-from dure.core.vectors import equal_ranges, gather, size
+from dure.core.vectors import Range, gather, size
 from dure.errors import PeerLost, UsageError
 from dure.job.gradient import Gradient, GradientWork
 from dure.job.overlap import Overlap
 from dure.runtime.launch.engine_store import one_family, without_watchdog
+from dure.runtime.process.scatter import Scatter, Scatters, gathering
 
 if TYPE_CHECKING:
+    from dure.core.shards import Shards
     from dure.runtime.launch.rendezvous import Rendezvous
     from dure.runtime.process.node import ProcessNode
 
@@ -77,13 +79,14 @@ class ProcessGroup:
         return self._start("the others' all_gather", [work], lambda: parts, tensor)
 
     def reduce_scatter(self, tensor: torch.Tensor) -> Operation[torch.Tensor]:
-        """Reduce by an all_reduce: the engine's CPU backend has no reduce_scatter for slices of unequal sizes."""
-        self._count("all_reduce", tensor)
-        total = tensor.clone()
-        start, stop = equal_ranges(tensor.numel(), len(self.ranks))[self.ranks.index(self._node.rank)]
-        return self._start(
-            "the others' reduce_scatter", [self._reduce(total)], lambda: total[start:stop].clone(), total
-        )
+        self._count("reduce_scatter", tensor)
+        scatter = self._scatter(tensor)
+        return self._start("the others' reduce_scatter", scatter.works, scatter.sum, tensor)
+
+    def gather(self, whole: torch.Tensor, held: Sequence[Sequence[Range]]) -> Operation[torch.Tensor]:
+        self._count("all_gather", whole[: size(list(held[self._place]))])
+        works = gathering(self._engine, self._place, whole, held)
+        return self._start("the others' gather", works, lambda: whole, whole)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Operation[torch.Tensor]:
         self._count("broadcast", tensor)
@@ -95,29 +98,46 @@ class ProcessGroup:
         return self._start("the others at a barrier", [self._reduce(met)], lambda: None, met)
 
     def mean_gradient(self, work: GradientWork, share: float) -> Operation[Gradient]:
-        """Compute the mean gradient; its slices are all-reduced during backward. Valid until the next call."""
+        return self._mean(work, share, None)
+
+    def mean_part(self, work: GradientWork, share: float, shards: Shards) -> Operation[Gradient]:
+        return self._mean(work, share, shards)
+
+    def _mean(self, work: GradientWork, share: float, shards: Shards | None) -> Operation[Gradient]:
+        """Compute the mean gradient; its slices are reduced during backward. Valid until the next call."""
         gradient_engine = self._node.gradient_engine
         assert gradient_engine is not None
         if self._overlap is None:
             self._overlap = Overlap(gradient_engine.replica, without={*gradient_engine.tables, *gradient_engine.whole})
-        started = self._node.now()
+        started, kind = self._node.now(), "all_reduce" if shards is None else "reduce_scatter"
+        scatters = Scatters(self._scatter)
         self._overlap.replica.zero_grad()
-        self._overlap.arm(self._reduce)
+        self._overlap.arm(self._reduce if shards is None else scatters.begin)
         gradient = gradient_engine.backward(work, share)
         works = self._overlap.finish()
         computed = self._node.now()
         self._node.meter.add("compute", started, computed)
         reduced = self._overlap.slices[::-1]
-        self._count("all_reduce", gradient.values[: size(reduced)])
+        self._count(kind, gradient.values[: size(reduced)])
 
         def finish() -> Gradient:
-            self._node.meter.add("communicate", computed, self._node.now(), "all_reduce")
+            self._node.meter.add("communicate", computed, self._node.now(), kind)
+            if shards is not None:
+                return gradient.with_values(scatters.parts())
             return gradient if gradient.for_servers is None else gradient.with_values(gather(gradient.values, reduced))
 
+        works = works if shards is None else scatters.works
         return self._start("the group's mean gradient", works, finish, gradient.values)
 
     def _reduce(self, tensor: torch.Tensor) -> Any:
         return dist.all_reduce(tensor, group=self._engine, async_op=True)
+
+    def _scatter(self, tensor: torch.Tensor) -> Scatter:
+        return Scatter(self._engine, self._place, len(self.ranks), tensor)
+
+    @property
+    def _place(self) -> int:
+        return self.ranks.index(self._node.rank)
 
     def _start(
         self, label: str, works: Sequence[Any], finish: Callable[[], Any], tensor: torch.Tensor
@@ -128,7 +148,7 @@ class ProcessGroup:
     def _count(self, kind: str, tensor: torch.Tensor) -> None:
         """Count the bytes of the engine's ring algorithm; the engine reports none."""
         cost = COLLECTIVES[kind](tensor.numel(), len(self.ranks), Path(0.0, 0.0, 1.0), tensor.element_size())
-        place = self.ranks.index(self._node.rank)
+        place = self._place
         self.bytes_sent += cost.sent[place]
         self.bytes_received += cost.received[place]
         self.messages += cost.messages[place]
@@ -273,11 +293,17 @@ class AloneGroup:
     def reduce_scatter(self, tensor: torch.Tensor) -> Operation[torch.Tensor]:
         return self._done(tensor.clone())
 
+    def gather(self, whole: torch.Tensor, held: Sequence[Sequence[Range]]) -> Operation[torch.Tensor]:
+        return self._done(whole)
+
     def broadcast(self, tensor: torch.Tensor, root: int) -> Operation[torch.Tensor]:
         return self._done(tensor)
 
     def barrier(self) -> Operation[None]:
         return self._done(None)
+
+    def mean_part(self, work: Any, share: float, shards: Shards) -> Operation[Any]:
+        return self.mean_gradient(work, share)
 
     def mean_gradient(self, work: Any, share: float) -> Operation[Any]:
         """Compute the gradient by `GradientEngine.backward`."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dure.core.node import Ghost, Operation
+from dure.core.shards import Shards
 from dure.core.step_shape import GradientTensor
-from dure.core.vectors import all_finite, equal_ranges
+from dure.core.vectors import Range, all_finite, equal_ranges, gather, size
 from dure.errors import PeerLost
 from dure.job.gradient import Gradient, GradientWork
 from dure.runtime.virtual.buckets import Computed, end_of_step
@@ -58,13 +60,14 @@ class GroupNode(Protocol):
 class Round:
     """One collective: operation and value of each rank that has arrived, and the times of its gradient.
 
-    A rank requests it, it starts when its data are there, and it ends.
+    A rank requests it, it starts when its data are there, and it ends. With `shards` each rank gets a part of the sum.
     """
 
-    __slots__ = ("arrived", "compute_ended", "kind", "requested", "started")
+    __slots__ = ("arrived", "compute_ended", "kind", "requested", "shards", "started")
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
+        self.shards: Shards | None = None
         self.arrived: dict[int, tuple[Operation[Any], Any]] = {}
         self.requested: dict[int, float] = {}
         self.started: dict[int, float] = {}
@@ -89,6 +92,7 @@ class CollectiveRounds:
         self.rounds: dict[int, Round] = {}
         self.counts = dict.fromkeys(ranks, 0)
         self.gone: set[int] = set()
+        self._free = 0.0
 
     def join(self, rank: int, kind: str) -> tuple[int, Round]:
         """Count an operation of `rank`. Return the number of its round, and the round."""
@@ -134,11 +138,16 @@ class CollectiveRounds:
             self._costs[key] = self.runtime.network.cost(kind, nbytes, self._indices, itemsize, gradient=gradient)
         return self._costs[key]
 
-    def charge(self, kind: str, tensor: torch.Tensor) -> float:
+    def in_turn(self, seconds: float) -> float:
+        """The end of a collective of shards that all members have come to now: it begins at the end of the last one."""
+        self._free = max(self._free, self.runtime.kernel.now) + seconds
+        return self._free
+
+    def charge(self, kind: str, nbytes: int, itemsize: int) -> float:
         """Count the bytes of a collective. Return its seconds on this cluster."""
-        cost = self.cost(kind, tensor.nbytes, _itemsize(tensor))
+        cost = self.cost(kind, nbytes, itemsize)
         self.runtime.network.count(cost, self._indices)
-        if tensor.nbytes:
+        if nbytes:
             for name, place in zip(self.names, self._places, strict=True):
                 node = self.runtime.nodes[name]
                 node.payload_sent += cost.sent[place]
@@ -187,7 +196,19 @@ class VirtualGroup:
             result = total(values)
             return [result[start:stop].clone() for start, stop in equal_ranges(result.numel(), len(values))]
 
-        return self._collective("reduce_scatter", tensor, share)
+        return self._collective("reduce_scatter", tensor, share, nbytes=tensor.nbytes)
+
+    def gather(self, whole: torch.Tensor, held: Sequence[Sequence[Range]]) -> Operation[torch.Tensor]:
+        def share(values: list[torch.Tensor]) -> list[torch.Tensor]:
+            if isinstance(whole, Ghost):
+                return values
+            for (here, value), (there, other) in product(enumerate(values), repeat=2):
+                for start, stop in held[there] if here != there else ():
+                    value[start:stop] = other[start:stop]
+            return values
+
+        largest = max(size(list(ranges)) for ranges in held)
+        return self._collective("all_gather", whole, share, nbytes=largest * _itemsize(whole))
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Operation[torch.Tensor]:
         position = self.collective_rounds.present.index(root)
@@ -200,25 +221,40 @@ class VirtualGroup:
     def barrier(self) -> Operation[None]:
         return self._collective("barrier", Ghost(0), lambda values: [None] * len(values))
 
-    def _collective(self, kind: str, value: Any, share: Callable[[list[Any]], Sequence[Any]]) -> Operation[Any]:
+    def _collective(
+        self, kind: str, value: Any, share: Callable[[list[Any]], Sequence[Any]], *, nbytes: int | None = None
+    ) -> Operation[Any]:
+        """A collective of the members' values, of which `share` gives each its result.
+
+        One of shards states the `nbytes` that it costs. A worker begins several of these ahead: they take turns.
+        """
         runtime, collective_rounds = self.node.runtime, self.collective_rounds
         operation: Operation[Any] = Operation(runtime.kernel, f"{kind} with the others")
         number, _ = collective_rounds.join(self.node.rank, kind)
 
         def end(round_: Round) -> None:
             order = [round_.arrived[rank] for rank in collective_rounds.present]
-            seconds = collective_rounds.charge(kind, order[0][1])
+            first = order[0][1]
+            spent = first.nbytes if nbytes is None else nbytes
+            seconds = collective_rounds.charge(kind, spent, _itemsize(first))
+            ended = collective_rounds.in_turn(seconds) if nbytes is not None else runtime.kernel.now + seconds
 
             def finish() -> None:
                 for (waiting, _), result in zip(order, share([v for _, v in order]), strict=True):
                     waiting.resolve(result)
 
-            runtime.kernel.at(runtime.kernel.now + seconds, finish)
+            runtime.kernel.at(ended, finish)
 
         collective_rounds.arrive(number, self.node.rank, operation, value, end)
         return operation
 
     def mean_gradient(self, work: GradientWork, share: float) -> Operation[Gradient]:
+        return self._mean(work, share, None)
+
+    def mean_part(self, work: GradientWork, share: float, shards: Shards) -> Operation[Gradient]:
+        return self._mean(work, share, shards)
+
+    def _mean(self, work: GradientWork, share: float, shards: Shards | None) -> Operation[Gradient]:
         """Compute the group's mean gradient; its first slices are reduced while backward computes the last.
 
         The slices are those of a real run (`overlap.cut`), the buckets those of the library of accelerators. Backward
@@ -227,6 +263,7 @@ class VirtualGroup:
         runtime, collective_rounds, node = self.node.runtime, self.collective_rounds, self.node
         operation: Operation[Gradient] = Operation(runtime.kernel, "the group's mean gradient")
         number, round_ = collective_rounds.join(node.rank, "mean_gradient")
+        round_.shards = shards
         round_.requested[node.rank] = runtime.kernel.now
         computation = node.compute(work)
         round_.started[node.rank] = max(runtime.kernel.now, node.loaded)
@@ -245,39 +282,47 @@ class VirtualGroup:
         runtime = self.node.runtime
         order = [round_.arrived[rank] for rank in self.collective_rounds.present]
         started, ended = round_.started, round_.compute_ended
-        self.collective_rounds.charge("all_reduce", order[0][1].values)
+        kind = "all_reduce" if round_.shards is None else "reduce_scatter"
+        self.collective_rounds.charge(kind, order[0][1].values.nbytes, _itemsize(order[0][1].values))
         last = max(ended.values())
-        finish = max(last, self._slices_sent(started, ended, order[0][1].values))
+        finish = max(last, self._slices_sent(started, ended, order[0][1].values, kind))
         for rank, name in zip(self.collective_rounds.present, self.collective_rounds.names, strict=True):
             meter = runtime.nodes[name].meter
             meter.add("compute", round_.requested[rank], ended[rank])
             meter.add("wait", ended[rank], last)
-            meter.add("communicate", last, finish, "all_reduce")
+            meter.add("communicate", last, finish, kind)
 
         def deliver() -> None:
             mean = total([gradient.values for _, gradient in order])
             checked = not isinstance(mean, Ghost) and all_finite(mean)  # once for all members
-            for operation, gradient in order:
+            for place, (operation, gradient) in enumerate(order):
+                if round_.shards is not None:
+                    operation.resolve(gradient.with_values(_part(mean, round_.shards, place)))
+                    continue
                 gradient.values.copy_(mean)
                 gradient.checked = checked
                 operation.resolve(gradient)
 
         runtime.kernel.at(finish, deliver)
 
-    def _slices_sent(self, started: Mapping[int, float], ended: Mapping[int, float], gradient: torch.Tensor) -> float:
+    def _slices_sent(
+        self, started: Mapping[int, float], ended: Mapping[int, float], gradient: torch.Tensor, kind: str
+    ) -> float:
         """Time at which the last slice is reduced: slices in turn, each once all members have computed it."""
         runtime, itemsize, free = self.node.runtime, _itemsize(gradient), 0.0
         backward, slices = runtime.shape.backward, runtime.slices
         if runtime.cluster.accelerated:
-            return self._buckets_sent(started, ended, gradient)
+            return self._buckets_sent(started, ended, gradient, kind)
         for numel, left in slices or [(gradient.numel(), 0.0)]:
             # A slice can leave once the slowest member has computed it; `left` is the share of backward after that.
             there = max(ended[r] - (ended[r] - started[r]) * backward * left for r in ended)
-            cost = self.collective_rounds.cost("all_reduce", numel * itemsize, itemsize, gradient=True)
+            cost = self.collective_rounds.cost(kind, numel * itemsize, itemsize, gradient=True)
             free = max(free, there) + cost.seconds
         return free
 
-    def _buckets_sent(self, started: Mapping[int, float], ended: Mapping[int, float], gradient: torch.Tensor) -> float:
+    def _buckets_sent(
+        self, started: Mapping[int, float], ended: Mapping[int, float], gradient: torch.Tensor, kind: str
+    ) -> float:
         """Time at which an engine of accelerators has reduced the last bucket, and the optimizer has applied it."""
         runtime, rounds, itemsize = self.node.runtime, self.collective_rounds, _itemsize(gradient)
         if len(rounds.ranks) == 1:  # no library: nothing is summed
@@ -288,9 +333,14 @@ class VirtualGroup:
             shape = replace(shape, tensors=(GradientTensor(0, gradient.numel(), 1.0),))
 
         def seconds(nbytes: int) -> float:
-            return rounds.cost("all_reduce", nbytes, itemsize, gradient=True).seconds
+            return rounds.cost(kind, nbytes, itemsize, gradient=True).seconds
 
         return end_of_step(shape, computed, len(rounds.ranks), runtime.cluster.engine_in_use, itemsize, seconds)
+
+
+def _part(mean: torch.Tensor, shards: Shards, place: int) -> torch.Tensor:
+    """The part of a mean gradient that the member at `place` holds."""
+    return mean.new_empty(shards.numels[place]) if isinstance(mean, Ghost) else gather(mean, shards.of(place))
 
 
 def _itemsize(tensor: torch.Tensor) -> int:

@@ -1,0 +1,126 @@
+"""The session of a worker that holds a shard: parts of mean gradients, and gathers of parameters.
+
+Ranks `near` each other share one copy of what is sharded. If there are several such groups, the ranks with the same
+part are `across` (HSDP): their parts are summed after those of each group.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dure.core.node import Ghost
+from dure.core.vectors import all_finite, pieces, size
+from dure.job.optimizer import clip_factor
+from dure.topology.collective.topology import GroupSession
+
+if TYPE_CHECKING:
+    from dure.core.node import Group, Operation, ShardedGroup
+    from dure.core.shards import Shards
+    from dure.job.gradient import Gradient
+    from dure.topology.replica import WorkerReplica
+
+
+@dataclass(frozen=True, slots=True)
+class ShardGroups:
+    """The groups of a worker: all workers, those `near` it that share a copy, and those `across` with the same part."""
+
+    all: Group
+    near: ShardedGroup
+    across: Group | None
+    shards: Shards
+    place: int
+
+
+class ShardedSession(GroupSession):
+    """Means over all workers of which each gets its part, by `shards`; `clip` limits the norm of the whole mean."""
+
+    def __init__(self, worker: WorkerReplica, groups: ShardGroups, *, clip: float | None = None) -> None:
+        super().__init__(worker, groups.all)
+        self.groups = groups
+        self.shards = groups.shards
+        self._clip = clip
+        self._held = [self.shards.of(rank) for rank in range(self.shards.ranks)]
+        self._gather: Operation[torch.Tensor] | None = None
+
+    @property
+    def own(self) -> list[tuple[int, int]]:
+        """The ranges of the flat vector that this worker holds."""
+        return self._held[self.groups.place]
+
+    # ---- gradients
+
+    def mean_gradient(self, work: Any, share: float) -> Operation[Gradient]:
+        """As `GroupSession.mean_gradient`; the values are this worker's part, and the same decision at all workers."""
+        return self._worker.node.spawn(self._mean_part(work, share), "its part of the mean gradient")
+
+    async def _mean_part(self, work: Any, share: float) -> Gradient:
+        gradient = await self.groups.near.mean_part(work, share, self.shards)
+        return await self.agreed(gradient.with_values(await self._summed_across(gradient.values)))
+
+    async def part_of_mean(self, values: torch.Tensor, share: float) -> torch.Tensor:
+        """This worker's part of the mean of `values`, of which each member has a `share`."""
+        scaled, parts = values * share, []
+        for unit in self.shards.units:
+            (whole,) = pieces(scaled, unit)
+            parts.append(await self.groups.near.reduce_scatter(whole))
+        return await self._summed_across(_joined(parts))
+
+    async def _summed_across(self, part: torch.Tensor) -> torch.Tensor:
+        return part if self.groups.across is None else await self.groups.across.all_reduce(part)
+
+    async def agreed(self, gradient: Gradient) -> Gradient:
+        """Limit the norm of a gradient of which each worker has a part, and let all refuse one that is not finite."""
+        squares = await self.sum_near(squares_of(gradient.values, exact=self._clip is not None))
+        if isinstance(gradient.values, Ghost):
+            return gradient
+        gradient.checked = math.isfinite(squares)
+        if not gradient.checked:
+            gradient.values.fill_(math.nan)  # a part that is finite belongs to a gradient that is refused
+        elif self._clip is not None:
+            gradient.values *= clip_factor(math.sqrt(squares), self._clip)
+        return gradient
+
+    async def sum_near(self, number: float) -> float:
+        """The sum of a number over the workers that share a copy."""
+        if isinstance(self._worker.params, Ghost):
+            await self.groups.near.all_reduce(self._worker.params.new_empty(1, torch.float64))
+            return 0.0
+        total = await self.groups.near.all_reduce(torch.tensor([number], dtype=torch.float64, device="cpu"))
+        return float(total)
+
+    # ---- parameters
+
+    def begin_gather(self, params: torch.Tensor) -> None:
+        """Begin to gather the parameters, in place, of which each worker has stepped its part."""
+        self._gather = self.groups.near.gather(params, self._held)
+
+    async def gathered(self) -> None:
+        """Wait until the parameters are whole."""
+        if self._gather is not None:
+            started, node = self._worker.node.now(), self._worker.node
+            await self._gather
+            self._gather = None
+            self._worker.meter.add("communicate", started, node.now(), "all_gather")
+
+
+def squares_of(part: torch.Tensor, *, exact: bool) -> float:
+    """The sum of squares of a part of a gradient; NaN if an element is not finite.
+
+    Unless it is to be `exact`, it says no more than whether all elements are finite.
+    """
+    if isinstance(part, Ghost):
+        return 0.0
+    if exact:
+        return float(torch.linalg.vector_norm(part)) ** 2
+    return 0.0 if all_finite(part) else math.nan
+
+
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    if isinstance(parts[0], Ghost):
+        return parts[0].new_empty(size([(0, part.numel()) for part in parts]))
+    return torch.cat(list(parts))
