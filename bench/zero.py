@@ -195,14 +195,13 @@ def compared(measured: Measured, given: argparse.Namespace, link: str) -> list[d
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """The figures of a run that the formulas take, in bytes; `declared` are those that dure says it keeps, by kind."""
+    """The figures of a run that the formulas take, in bytes."""
 
     parameters: int
     vectors: int
     largest: int
     last: int
     activations: int
-    declared: dict[str, int]
 
     def tensors(self, stage: int, ranks: int) -> float:
         """The bytes of tensors that a rank keeps at once."""
@@ -220,9 +219,9 @@ class Shape:
 def shape_of(setup: Setup) -> Shape:
     """The figures of a run."""
     sizes = [sum(each.nbytes for each in block.parameters()) for block in blocks_of(setup.job, setup.replica.module)]
-    use = memory_use(setup, 0)._asdict()
+    activations = memory_use(setup, 0).activations
     vectors = vectors_of(setup.job.optimizer)
-    return Shape(setup.replica.params.nbytes, vectors, max(sizes), sizes[-1], use["activations"], use)
+    return Shape(setup.replica.params.nbytes, vectors, max(sizes), sizes[-1], activations)
 
 
 def measure_tensors(rank: int, given: argparse.Namespace) -> dict[str, Any]:
