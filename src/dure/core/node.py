@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from dure.core.shards import Shards
-
 T = TypeVar("T")
 Fields = Mapping[str, Any]
 
@@ -312,18 +310,6 @@ class Group(Protocol):
     def broadcast(self, tensor: torch.Tensor, root: int) -> Operation[torch.Tensor]: ...
 
     def barrier(self) -> Operation[None]: ...
-
-
-class ShardedGroup(Group, Protocol):
-    """A group that has collectives of shards, as that of the engine. They go one after another, beside computations."""
-
-    def mean_part(self, work: Any, share: float, shards: Shards) -> Operation[Any]:
-        """As `mean_gradient`, whose slices are the units of `shards`; each member gets its part of them."""
-        ...
-
-    def gather(self, whole: torch.Tensor, held: Sequence[Sequence[tuple[int, int]]]) -> Operation[torch.Tensor]:
-        """Gather `whole` in place: the member at each place has its `held[place]`, ranges of `whole`."""
-        ...
 
 
 class Node(Protocol):

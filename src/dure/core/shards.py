@@ -1,16 +1,19 @@
-"""Shards of a flat vector: the part of it that each of several ranks holds."""
+"""Shards of a flat vector: the part of it that each of several ranks holds, and the group of these ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
-from dure.core.vectors import Ranges, equal_ranges, size
+from dure.core.node import Group
+from dure.core.vectors import Range, Ranges, equal_ranges, size
 
 if TYPE_CHECKING:
     import torch
+
+    from dure.core.node import Operation
 
 
 @dataclass(frozen=True)
@@ -67,3 +70,15 @@ def part_of(ranges: Ranges, start: int, stop: int) -> Ranges:
             found.append((first + low, first + high))
         at += last - first
     return found
+
+
+class ShardedGroup(Group, Protocol):
+    """A group that has collectives of shards, as that of the engine. They go one after another, beside computations."""
+
+    def mean_part(self, work: Any, share: float, shards: Shards) -> Operation[Any]:
+        """As `mean_gradient`, whose slices are the units of `shards`; each member gets its part of them."""
+        ...
+
+    def gather(self, whole: torch.Tensor, held: Sequence[Sequence[Range]]) -> Operation[torch.Tensor]:
+        """Gather `whole` in place: the member at each place has its `held[place]`, ranges of `whole`."""
+        ...

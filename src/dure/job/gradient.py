@@ -128,8 +128,28 @@ class Shard(Protocol):
         """This worker's part of the mean of `values`, of which each member has a `share`."""
         ...
 
+    async def agreed(self, gradient: Gradient) -> Gradient:
+        """Limit the norm of a gradient of which each worker has a part, and let all refuse one that is not finite."""
+        ...
+
     async def sum_near(self, number: float) -> float:
         """The sum of a number over the workers that share a copy."""
+        ...
+
+
+class ShardedUnits(Shard, Protocol):
+    """A shard of the parameters, which are gathered, and whose gradients are scattered, unit by unit."""
+
+    def gather_unit(self, unit: int, memory: torch.Tensor) -> Operation[torch.Tensor]:
+        """Begin to gather the parameters of a unit into `memory`."""
+        ...
+
+    def scatter_unit(self, unit: int, gradient: torch.Tensor) -> Operation[torch.Tensor]:
+        """Begin to sum the gradient of a unit over all members; the result is this worker's part."""
+        ...
+
+    def place_of(self, unit: int) -> int:
+        """The start of a unit's part in the shard."""
         ...
 
 

@@ -19,6 +19,7 @@ from dure.core.node import Ghost, StepPortion, StepTime
 from dure.job.optimizer import clip_factor
 from dure.partition.messages import COPIES, NORM, TIES, PortionBatches, free_tag
 from dure.partition.programmed import Programmed
+from dure.partition.sharded_stage import ShardedStage
 from dure.partition.stage_state import leave_version, mean_of_versions
 
 if TYPE_CHECKING:
@@ -154,7 +155,6 @@ class StageSource:
     """
 
     can_stop = False
-    whole = False
 
     def __init__(self, stage: Stage, *, share: float, samples: int, clip: float | None = None) -> None:
         self.stage = stage
@@ -162,6 +162,7 @@ class StageSource:
         self.share = share
         self.samples = samples
         self.batch_size = stage.batches.batch_size
+        self.whole = isinstance(stage, ShardedStage) and len(stage.layout.parts) == 1
         self._updates: AsyncIterator[Gradient] | None = None
 
     @property
@@ -246,8 +247,13 @@ class StageSource:
         if shard is None:
             return await self._completed(await self._mean_of_replicas(requester))
         gradient = await self._next(requester)
-        await sum_ties(self.stage, gradient.values)  # before it is scattered: the copies are parts of other shards
-        part = await shard.part_of_mean(gradient.values, self.share)
+        if isinstance(self.stage, ShardedStage):
+            part = await self.stage.part_of_mean()
+        else:
+            await sum_ties(self.stage, gradient.values)  # before it is scattered: the copies are parts of other shards
+            part = await shard.part_of_mean(gradient.values, self.share)
+        if self.whole:
+            return await shard.agreed(gradient.with_values(part))
         if self.clip is not None:
             await limit_norm(self.stage, part, self.clip, shard)
         return gradient.with_values(part)

@@ -323,14 +323,20 @@ class Stage:
         self.batches.drop(batch)
         if self.module is None:
             return Gradient(self.requester.params, 0.0, 0)
+        total = self._total(batch)
+        loss = self._losses.pop(batch, None)
+        self._given_buffers = self._buffers
+        return Gradient(total, 0.0 if loss is None else float(loss), self.batches.batch_size, buffers=self._buffers)
+
+    def _total(self, batch: int) -> Tensor:
+        """The sum of the gradients of a mini-batch."""
+        assert self.module is not None
         total, summed = self._sums.pop(batch), self._summed.pop(batch)
         # sums begin in uninitialized memory: a layer that no micro-batch has reached has no gradient
         for number, layer in enumerate(self.module.replica.layers):
             if number not in summed:
                 total[layer.start : layer.stop].zero_()
-        loss = self._losses.pop(batch, None)
-        self._given_buffers = self._buffers
-        return Gradient(total, 0.0 if loss is None else float(loss), self.batches.batch_size, buffers=self._buffers)
+        return total
 
     async def compute(
         self,
@@ -375,7 +381,8 @@ class Stage:
     def _begun(self, stage: int, action: Action, received: Sequence[Tensor], weights: Tensor) -> Passed:
         """A forward before its computation."""
         rows = self.rows(action.micro)
-        passed = Passed((), self._over(weights), rows, share=rows / self.batches.batch_size)
+        share = self._scaled(rows / self.batches.batch_size)
+        passed = Passed((), self._leaves_of(action, weights), rows, share=share)
         # inputs of the model need no gradient; those from the stage before are leaves, whose gradients go back to it
         if stage == 0:
             passed.batch = self.batches.inputs(action.batch, action.micro)
@@ -419,7 +426,7 @@ class Stage:
             self._use_buffers()
         self.module.forward(action.chunk, passed, self._draw(stage, action), self._border_in(stage, action))
 
-    def _add(self, batch: int, gradients: Sequence[tuple[int, Tensor]]) -> None:
+    def _add(self, batch: int, gradients: list[tuple[int, Tensor]]) -> None:
         """Add the gradients of layers to the sum of a mini-batch."""
         assert self.module is not None
         replica = self.module.replica
@@ -433,6 +440,14 @@ class Stage:
             else:
                 part.copy_(gradient)
                 summed.add(number)
+
+    def _scaled(self, share: float) -> float:
+        """The factor of the loss of a micro-batch with a `share` of its mini-batch."""
+        return share
+
+    def _leaves_of(self, action: Action, weights: Tensor) -> Leaves:
+        """The parameters of an action as leaves over the memory of `weights`."""
+        return self._over(weights)
 
     def _over(self, memory: Tensor) -> Leaves:
         assert self.module is not None

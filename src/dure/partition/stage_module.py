@@ -10,7 +10,7 @@ backward are the weights that it reads, and autograd does not check them: leaves
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -39,10 +39,10 @@ def nothing_during(block: nn.Module) -> AbstractContextManager[Any]:
 
 @dataclass(slots=True)
 class Leaves:
-    """The parameters of a worker as leaves over the flat `memory`, in the order of its layers."""
+    """The parameters of a worker as leaves over the flat `memory`, by the number of the layer."""
 
     memory: Tensor
-    tensors: list[Tensor]
+    tensors: Sequence[Tensor] | Mapping[int, Tensor]
 
 
 @dataclass(slots=True)

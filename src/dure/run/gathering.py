@@ -29,10 +29,10 @@ class _Sum:
 
 
 class _Step:
-    """The models of one step that have arrived: a sum for each part of the model, and their buffers by rank."""
+    """The models of one step that have arrived: a sum for each part, or shard of a part, and their buffers by rank."""
 
     def __init__(self) -> None:
-        self.sums: dict[int, _Sum] = {}
+        self.sums: dict[tuple[int, int], _Sum] = {}
         self.updates = 0
         self.buffers: dict[int, torch.Tensor] = {}
 
@@ -60,7 +60,7 @@ class Gathering:
         """Add a copy of the model of worker `rank` of the run after `step`, which holds `updates` of its gradients."""
         setup = self._setup
         found = self._steps.setdefault(step, _Step())
-        part = rank % setup.parts
+        part = rank % setup.parts, setup.shard_of(rank)
         if part not in found.sums:
             found.sums[part] = _Sum(values)
         models = found.sums[part]
@@ -77,8 +77,13 @@ class Gathering:
 
     def _mean(self, step: int) -> Graded:
         found, stages = self._steps.pop(step), self._setup.stages
-        means = [found.sums[part].total.div_(found.sums[part].weight) for part in sorted(found.sums)]
-        values = means[0] if stages is None else stages.joined(means)
+        means = {part: found.sums[part].total.div_(found.sums[part].weight) for part in sorted(found.sums)}
+        values = means[0, 0]
+        if stages is not None:
+            shards = [[mean for (part, _), mean in means.items() if part == each] for each in stages.layout.parts]
+            values = stages.joined(
+                [stages.of(part).joined(own) if stages.sharded else own[0] for part, own in enumerate(shards)]
+            )
         return Graded(step, values, merged_buffers(self._setup, found.buffers), found.updates)
 
     def __bool__(self) -> bool:

@@ -329,6 +329,8 @@ class WorkerProcess(RunProcess):
         if worker.sessions.rows is not None:
             worker.sessions.rows.client.copies = self.snapshots.is_due
         resumed = self._restore(parts)
+        if setup.stages is not None and setup.keeps_shards:
+            setup.stages.release(node.rank % setup.parts)
         if setup.topology.needs_everybody and engine is not None:
             engine.read_in_place(worker.params)  # no server replaces them
         self.snapshots.resume(worker.clock)

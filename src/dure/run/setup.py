@@ -16,6 +16,7 @@ from dure.job.companions import RunShape
 from dure.job.data.split import IID, Batches
 from dure.job.initial_model import InitialModel, is_on_meta
 from dure.job.overlap import cut
+from dure.partition.blockwise import blockwise
 from dure.partition.cut import ANY, Speeds
 from dure.partition.mesh import pipeline_of, shared_of, zero_of
 from dure.partition.methods.zero import Zero, shard_group_size
@@ -32,6 +33,8 @@ from dure.topology.parameter_server.client import ServerClient
 from dure.topology.parameter_server.topology import ServerLayout
 
 if TYPE_CHECKING:
+    import torch
+
     from dure.codec.base import Codec
     from dure.core.node import Node
     from dure.job.companions import Companions, Figures
@@ -163,12 +166,15 @@ class Setup:
     def stages(self) -> Stages | None:
         """The stages of the run; None where every worker has the whole model."""
         pipeline, config = pipeline_of(self.strategy.partition), self.config
+        shared = shared_of(self.strategy.partition)
+        if self.zero is not None and self.zero.stage == 3:
+            pipeline = blockwise(self.job, self.replica, shared)
         if pipeline is None:
             return None
         return Stages(
             job=self.job,
             pipeline=pipeline,
-            shared=shared_of(self.strategy.partition),
+            shared=shared,
             whole=self.model,
             data=self.data,
             workers=self.workers,
@@ -190,6 +196,8 @@ class Setup:
     def _of_stage(self, stages: Stages, rank: int) -> Setup:
         own = replace(self, workers=self.workers // self.parts, machines=self.machines[rank :: self.parts])
         own.__dict__.update(model=stages.model(rank), data=self.data, stages=None)
+        if self.zero is not None and stages.sharded:
+            own.__dict__["shards"] = stages.shards(rank, shard_group_size(self.zero, own.machines))
         return own
 
     @property
@@ -247,8 +255,26 @@ class Setup:
         """The shards of the model, or of one part of it; None where a worker holds it whole."""
         if self.zero is None:
             return None
+        if self.stages is not None:
+            return self.of_worker(0).shards
         units = [[each] for each in reversed(cut(self.replica))]
         return Shards(units, shard_group_size(self.zero, self.machines))
+
+    @property
+    def keeps_shards(self) -> bool:
+        """Whether a worker has the parameters of its shard alone."""
+        return self.zero is not None and self.zero.stage == 3
+
+    def shard_of(self, number: int) -> int:
+        """The number of the shard of the parameters of its part that worker `number` has; 0 where it has all."""
+        return 0 if not self.keeps_shards or self.shards is None else number // self.parts % self.shards.ranks
+
+    def joined(self, models: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The parameters of the workers' part of the model, from those that they deliver, in rank order."""
+        if not self.keeps_shards or self.shards is None:
+            return self.topology.result((), models)
+        whole = models[0].new_empty(self.replica.numel)
+        return self.shards.join(models[: self.shards.ranks], whole)
 
     # ---- the nodes
 

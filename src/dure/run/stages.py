@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import product
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,10 +18,13 @@ import torch
 
 from dure.core.deployment import SERVER, WORKER, Deployment, NodeId, NodeSpec, WhenLost
 from dure.core.node_view import Names, NodeView
+from dure.core.shards import Shards
 from dure.core.vectors import equal_ranges
 from dure.job.initial_model import InitialModel
+from dure.partition.blockwise import Blockwise
 from dure.partition.layout import StageLayout
 from dure.partition.messages import PortionBatches, StageBatches
+from dure.partition.sharded_stage import ShardedStage, ranges_of, units_of
 from dure.partition.shared_stage import SharedStage
 from dure.partition.source import StageSource
 from dure.partition.stage import Stage
@@ -53,6 +56,8 @@ class StageSetup(Protocol):
 
     @property
     def coordinated(self) -> bool: ...
+
+    def joined(self, models: Sequence[torch.Tensor]) -> torch.Tensor: ...
 
     @property
     def batches(self) -> Batches: ...
@@ -115,6 +120,15 @@ class Stages:
     def _shapes(self) -> dict[int, StageModule]:
         return {}
 
+    @property
+    def sharded(self) -> bool:
+        """Whether a worker holds a shard of the parameters of its part, and gathers those of a chunk at a time."""
+        return isinstance(self.pipeline, Blockwise)
+
+    def shards(self, part: int, ranks: int) -> Shards:
+        """The shards of a part of the model that so many ranks hold together, by chunks."""
+        return Shards([ranges_of(unit) for unit in units_of(self.layout, part)], ranks)
+
     def place(self, number: int) -> tuple[int, int]:
         """The copy of the model of worker `number` of the run, and its part of it."""
         return divmod(number, self.count)
@@ -168,7 +182,9 @@ class Stages:
             shared = SharedStage(
                 self.layout, module, node, meter, part=part, holders=holders, costs=costs, kept=alike.kept
             )
-        stage = Stage(
+        share, aliases = size / self.data.total, self.of(part).topology.needs_everybody
+        kind = partial(ShardedStage, share=share) if self.sharded else Stage
+        stage = kind(
             self.layout,
             module,
             node,
@@ -176,11 +192,11 @@ class Stages:
             batches,
             part=part,
             holders=holders,
-            aliases=self.of(part).topology.needs_everybody,
+            aliases=aliases,
             shared=shared,
         )
         clip = self.job.optimizer.clip
-        return StageSource(stage, share=size / self.data.total, samples=len(self.job.train), clip=clip)
+        return StageSource(stage, share=share, samples=len(self.job.train), clip=clip)
 
     def prepare(self) -> None:
         """Measure the borders and make the set-ups of all parts, before processes are forked."""
@@ -197,6 +213,11 @@ class Stages:
             alike = [self._counted(part) for part in sorted({layout.alike(part) for part in layout.parts})]
             for module, chunk, rows in product(alike, range(self.pipeline.chunks), self._sizes()):
                 _ = module.cost(chunk, rows) if self.virtual else module.kept(chunk, rows)
+
+    def release(self, part: int) -> None:
+        """Free the memory of a part whose worker has taken its shard; shapes stay."""
+        own = self.modules[part].replica
+        own.move_to(own.params.new_zeros(()).expand(own.numel))
 
     def keep(self, part: int) -> None:
         """Free the memory of all parameters but those of one part, in the process of its worker; shapes stay."""
@@ -227,8 +248,7 @@ class Stages:
 
     def delivered(self, models: Sequence[torch.Tensor]) -> torch.Tensor:
         """The whole model, from the models that all workers of the run deliver, by number."""
-        each = [self.of(part).topology.result((), models[part :: self.count]) for part in self.layout.parts]
-        return self.joined(each)
+        return self.joined([self.of(part).joined(models[part :: self.count]) for part in self.layout.parts])
 
     def joined(self, models: Sequence[torch.Tensor]) -> torch.Tensor:
         """The whole model, from all its parts."""
@@ -291,6 +311,8 @@ class StagedTopology(Topology):
     def result(self, shards: Sequence[Any], models: Sequence[torch.Tensor]) -> torch.Tensor:
         count, models_of = self._stages.count, list(models)
         each = self.servers // count
+        if self._stages.sharded:
+            return self._stages.delivered(models)
         return self._stages.joined(
             [
                 topology.result(shards[part * each : (part + 1) * each], models_of[part::count])

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from dure.core.node import EndOfWork
+from dure.core.vectors import gather
 from dure.errors import Evicted
-from dure.job.optimizer import Clipped, FlatOptimizer, RangesOptimizer
+from dure.job.optimizer import Clipped, FlatOptimizer, RangesOptimizer, restrict
 from dure.partition.source import StageSource
 from dure.run.checkpoint import fitting
 from dure.sync import lifecycle
@@ -22,8 +23,8 @@ from dure.topology.parameter_server.session import ServerSession
 
 if TYPE_CHECKING:
     from dure.core.meter import Meter
-    from dure.core.node import Group, Node, ShardedGroup
-    from dure.core.shards import Shards
+    from dure.core.node import Group, Node
+    from dure.core.shards import ShardedGroup, Shards
     from dure.core.state import State
     from dure.job.gradient import GradientSource, LocalOptimizer
     from dure.run.checkpoint import Parts
@@ -39,10 +40,12 @@ def build_worker(run: Setup, node: Node, number: int, meter: Meter, *, start: in
     of the checkpoint that the run starts from. A worker that was killed had made `steps`: this one goes on with the
     mini-batches after them.
     """
-    setup, rank, source, under_number = run, number, _companions_source(run, node, number, start, meter), node
+    setup, rank, under_number = run, number, node
+    source = _companions_source(run, node, number, start, meter)
     if run.stages is not None:
         rank, place = run.stages.place(number)
-        setup, source, node = run.of_worker(number), run.stages.source(node, meter), run.stages.view(node, place)
+        source = run.stages.source(node, meter)
+        setup, node = run.of_worker(number), run.stages.view(node, place)
     model = setup.model
     worker = WorkerState(
         node=node,
@@ -88,12 +91,16 @@ def _shard(worker: WorkerState, setup: Setup, group: Group, shards: Shards) -> N
     across = None if alone else node.group(range(place, setup.workers, size))
     groups = ShardGroups(group, cast("ShardedGroup", near), across, shards, place)
     clip = setup.job.optimizer.clip if worker.source.whole else None  # a stage clips by the norm over all stages
-    session = ShardedSession(worker, groups, clip=clip)
+    session = ShardedSession(worker, groups, whole=not setup.keeps_shards, clip=clip)
     worker.sessions.group = worker.sessions.sharded = session
-    replica, segments = model.replica, model.rates.segments
-    worker.optimizer = RangesOptimizer(
-        setup.job.optimizer, session.own, replica.dtype, segments=segments, device=replica.device
-    )
+    spec, replica, segments = setup.job.optimizer, model.replica, model.rates.segments
+    if session.whole:
+        worker.optimizer = RangesOptimizer(spec, session.own, replica.dtype, segments=segments, device=replica.device)
+        return
+    numel = shards.numels[place]
+    worker.params = worker.params.new_empty(numel) if setup.config.timing_only else gather(worker.params, session.own)
+    own = restrict(segments, session.own)
+    worker.optimizer = FlatOptimizer(spec, numel, replica.dtype, segments=own, device=replica.device)
 
 
 def _companions_source(run: Setup, node: Node, number: int, start: int, meter: Meter) -> GradientSource | None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,8 +21,8 @@ from dure.job.optimizer import clip_factor
 from dure.topology.collective.topology import GroupSession
 
 if TYPE_CHECKING:
-    from dure.core.node import Group, Operation, ShardedGroup
-    from dure.core.shards import Shards
+    from dure.core.node import Group, Operation
+    from dure.core.shards import ShardedGroup, Shards
     from dure.job.gradient import Gradient
     from dure.topology.replica import WorkerReplica
 
@@ -37,15 +39,20 @@ class ShardGroups:
 
 
 class ShardedSession(GroupSession):
-    """Means over all workers of which each gets its part, by `shards`; `clip` limits the norm of the whole mean."""
+    """Means over all workers of which each gets its part, by `shards`; `clip` limits the norm of the whole mean.
 
-    def __init__(self, worker: WorkerReplica, groups: ShardGroups, *, clip: float | None = None) -> None:
+    `whole`: parameters are whole at each step boundary; else a worker has those of its shard alone.
+    """
+
+    def __init__(self, worker: WorkerReplica, groups: ShardGroups, *, whole: bool, clip: float | None = None) -> None:
         super().__init__(worker, groups.all)
         self.groups = groups
+        self.whole = whole
         self.shards = groups.shards
         self._clip = clip
         self._held = [self.shards.of(rank) for rank in range(self.shards.ranks)]
         self._gather: Operation[torch.Tensor] | None = None
+        self._across: Operation[torch.Tensor] | None = None
 
     @property
     def own(self) -> list[tuple[int, int]]:
@@ -97,7 +104,8 @@ class ShardedSession(GroupSession):
 
     def begin_gather(self, params: torch.Tensor) -> None:
         """Begin to gather the parameters, in place, of which each worker has stepped its part."""
-        self._gather = self.groups.near.gather(params, self._held)
+        if self.whole:
+            self._gather = self.groups.near.gather(params, self._held)
 
     async def gathered(self) -> None:
         """Wait until the parameters are whole."""
@@ -106,6 +114,43 @@ class ShardedSession(GroupSession):
             await self._gather
             self._gather = None
             self._worker.meter.add("communicate", started, node.now(), "all_gather")
+
+    # ---- units of parameters that are not whole
+
+    @cached_property
+    def _places(self) -> list[int]:
+        numels = [len(range(*self.shards.cuts(unit)[self.groups.place])) for unit in range(len(self.shards.units))]
+        return [0, *accumulate(numels)]
+
+    def place_of(self, unit: int) -> int:
+        """The start of a unit's part in the shard."""
+        return self._places[unit]
+
+    def gather_unit(self, unit: int, memory: torch.Tensor) -> Operation[torch.Tensor]:
+        """Begin to gather the parameters of a unit into `memory`, of as many elements."""
+        cuts, params = self.shards.cuts(unit), self._worker.params
+        if not isinstance(params, Ghost):
+            start, stop = cuts[self.groups.place]
+            memory[start:stop] = params[self._places[unit] : self._places[unit + 1]]
+        return self.groups.near.gather(memory, [[cut] for cut in cuts])
+
+    def scatter_unit(self, unit: int, gradient: torch.Tensor) -> Operation[torch.Tensor]:
+        """Begin to sum the `gradient` of a unit over all members; the result is this worker's part."""
+        scatter = self.groups.near.reduce_scatter(gradient)
+        if self.groups.across is None:
+            return scatter
+        summed = self._summed_behind(self._across, scatter)
+        self._across = self._worker.node.spawn(summed, "its part of a unit's gradient")
+        return self._across
+
+    async def _summed_behind(
+        self, earlier: Operation[torch.Tensor] | None, scatter: Operation[torch.Tensor]
+    ) -> torch.Tensor:
+        """Sum a part across, after the `earlier` one: all members begin their collectives in one order."""
+        part = await scatter
+        if earlier is not None:
+            await earlier
+        return await self._summed_across(part)
 
 
 def squares_of(part: torch.Tensor, *, exact: bool) -> float:
