@@ -53,14 +53,16 @@ class LiveStorage(TorchDispatchMode):
             return NotImplemented  # then it calls operations of its local tensors, which come here
         found = func(*args, **kwargs or {})
         for each in tree_leaves(found):
-            if isinstance(each, Tensor):
+            if isinstance(each, Tensor) and each.untyped_storage().device.type != "meta":  # shapes take no memory
                 self._note(each.untyped_storage())
         self.sample()
         return found
 
     def sample(self) -> int:
         """The bytes of all storages now."""
-        stored = [(storage.nbytes(), origin) for each, origin in self._live.values() if (storage := each()) is not None]
+        stored = [
+            (storage.nbytes(), origin) for each, origin in list(self._live.values()) if (storage := each()) is not None
+        ]
         total = sum(nbytes for nbytes, _ in stored)
         if total > self.peak:
             self.peak = total
