@@ -44,6 +44,7 @@ from dure.partition.methods.pipedream import PipeDream as PipeDream
 from dure.partition.methods.pipedream_2bw import PipeDream2BW as PipeDream2BW
 from dure.partition.methods.spectrain import SpecTrain as SpecTrain
 from dure.partition.methods.tensor import TensorParallel as TensorParallel
+from dure.partition.methods.zero import Zero as Zero
 from dure.partition.methods.zero_bubble import ZeroBubble as ZeroBubble
 from dure.partition.orders import Action as Action
 from dure.partition.pipeline import MicroBatched as MicroBatched

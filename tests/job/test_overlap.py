@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import subprocess
 import sys
 
 import pytest
 import torch
+from support.storages import Peak
 from torch import nn
 
 from dure.job.overlap import MOST_NBYTES, Overlap, cut
@@ -91,3 +93,96 @@ def test_parameters_without_elements_are_in_no_slice():
     net(torch.ones(1, 3)).sum().backward()
     overlap.finish()
     assert sum(part.numel() for part in launched) == replica.numel
+
+
+# ---- a replica that keeps no gradients
+
+
+WIDE, DEEP = 64, 24
+SLICE = WIDE * (WIDE + 1) * 4
+"""Bytes of a layer's gradient: of a slice."""
+
+
+def deep():
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDE, WIDE) for _ in range(DEEP)))
+
+
+def halves(launched, keep):
+    """Take each slice as two ranks do: its first half is kept."""
+    held = []
+
+    def launch(part):
+        launched.append(part[: part.numel() // 2].clone())
+        held.append(part)
+        del held[: -keep or None]
+
+    return launch
+
+
+def passing(keep):
+    """The peak of memory of a step whose slices are freed when `keep` others have left, and the parts that stay."""
+    replica = Replica(deep())
+    replica.drop_gradients()
+    overlap = Overlap(replica, SLICE)
+    parts = []
+    with Peak().without(replica.params) as peak:
+        overlap.arm(halves(parts, keep))
+        replica.module(torch.ones(1, WIDE)).sum().backward()
+        overlap.finish()
+    assert all(parameter.grad is None for parameter in replica.parameters)
+    return peak.nbytes, parts
+
+
+def test_a_gradient_that_is_not_kept_takes_the_memory_of_a_few_slices():
+    peak, parts = passing(keep=2)
+    own = DEEP * SLICE // 2
+    assert own + SLICE < peak <= own + 5 * SLICE  # two under way, one that is filled from its gradients, one part
+    assert passing(keep=10**9)[0] > own + DEEP * SLICE  # slices that are not freed
+
+    replica = Replica(deep())
+    overlap, kept = Overlap(replica, SLICE), []
+    overlap.arm(halves(kept, 1))
+    replica.module(torch.ones(1, WIDE)).sum().backward()
+    overlap.finish()
+    assert len(kept) == len(parts) == DEEP
+    assert all(map(torch.equal, kept, parts))
+
+
+def test_gradients_that_are_not_kept_lie_as_the_flat_one():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Embedding(5, 2, sparse=True), nn.Linear(4, 2))
+    net = net.to(memory_format=torch.channels_last)
+    kept, passed = (Replica(copy.deepcopy(net), keep_strides=True) for _ in range(2))
+    passed.drop_gradients()
+    for replica in (kept, passed):
+        for number, parameter in enumerate(replica.parameters[:-1]):  # the last has none
+            torch.manual_seed(number)
+            parameter.grad = torch.randn(parameter.shape)
+        replica.parameters[2].grad = torch.randn(5, 2).to_sparse()
+    kept.check()
+    flat = [passed.take_gradients([0]), passed.take_gradients([1, 2]), passed.take_gradients([3, 4])]
+    assert torch.equal(torch.cat(flat), kept.grads)
+    assert all(parameter.grad is None for parameter in passed.parameters)
+
+
+def test_a_gradient_that_lies_as_its_parameter_is_taken_without_a_copy():
+    replica = Replica(nn.Linear(3, 2))
+    replica.drop_gradients()
+    replica.module(torch.ones(1, 3)).sum().backward()
+    place = replica.parameters[0].grad.data_ptr()
+    assert replica.take_gradients([0]).data_ptr() == place
+
+
+def test_two_backwards_before_an_exchange_add_up_where_gradients_are_not_kept():
+    replica = Replica(nn.Linear(3, 2))
+    replica.drop_gradients()
+    overlap, seen = Overlap(replica), []
+    replica.module(torch.ones(1, 3)).sum().backward()
+    overlap.arm(seen.append)
+    replica.module(torch.ones(1, 3)).sum().backward()
+    overlap.finish()
+    assert seen[0].tolist() == [2.0] * 8
+    replica.module(torch.ones(1, 3)).sum().backward()
+    replica.zero_grad()
+    assert replica.is_emptied()

@@ -13,6 +13,7 @@ from oracles.forms.collectives import HOSTED, SENT
 from oracles.forms.durations import StepDuration, several, shared, slowest
 from oracles.forms.exchanges import Copies
 from oracles.forms.messages import Flow, Transfers
+from oracles.forms.shards import Exchanges, blockwise, sliced
 from oracles.forms.stages import StageFigures
 from oracles.forms.steps import Between, StageSeconds, apart, endless, flushed, overlapped, ring
 from oracles.forms.strategies import closed_form
@@ -151,6 +152,10 @@ EXACT = 2e-3
 
 KINDS = {
     "bsp": (EXACT, EXACT, EXACT, EXACT, 0.12),
+    "bsp zero:stage=1": (EXACT, EXACT, EXACT, EXACT, 0.12),
+    "bsp zero:stage=2,within=2": (EXACT, EXACT, EXACT, EXACT, 0.12),
+    "bsp zero:stage=3": (EXACT, EXACT, EXACT, None, None),
+    "bsp zero:stage=3,within=2": (EXACT, EXACT, EXACT, None, None),
     "bsp collective:algorithm=ring": (EXACT, EXACT, EXACT, None, 0.10),
     "bsp collective:algorithm=tree": (EXACT, EXACT, 0.02, None, 0.07),
     "bsp collective:algorithm=halving-doubling": (EXACT, EXACT, EXACT, None, 0.12),
@@ -344,13 +349,24 @@ def test_workers_that_share_the_card_of_a_host_have_closed_forms():
         "bsp collective:algorithm=hierarchical",
         "bsp collective:algorithm=torus",
         "bsp 1f1b:stages=2,micro=4",
+        "bsp zero:stage=1",
+        "bsp zero:stage=1,within=host",
+        "bsp zero:stage=3,within=host",
     )
     for text in (*texts, "averaging:period=4", "bsp ps:shards=2", "bsp 1bit"):
         form = closed_form(setup_in(scene, text), hosts)
         assert timed(scene, text).seconds == pytest.approx(form, rel=5e-3), text
 
 
-EVERYWHERE = ("bsp", "averaging:period=4", "bsp fp16", "bsp ps:shards=2", "bsp 1f1b:stages=4,micro=4")
+EVERYWHERE = (
+    "bsp",
+    "bsp zero:stage=1",
+    "bsp zero:stage=3",
+    "averaging:period=4",
+    "bsp fp16",
+    "bsp ps:shards=2",
+    "bsp 1f1b:stages=4,micro=4",
+)
 APART = {
     "racks": ((*EVERYWHERE, "downpour ps:shards=2"), {"racks": Racks(machines=2, oversubscription=40, latency=1e-4)}),
     "sites": (EVERYWHERE, {"sites": (Site(machines=2),) * 2, "between": SiteLine(bandwidth=2e7, latency=1e-3)}),
@@ -403,6 +419,28 @@ BROKEN = {
         "endless",
         lambda stages, between: max(each.busy for each in stages),
         "bsp pipedream-2bw:stages=2,micro=4",
+    ),
+    "parameters that nobody gathers": (
+        strategies,
+        "sliced",
+        lambda compute, backward, slices, whole, agreement: sliced(
+            compute, backward, slices, whole._replace(gather=0.0), agreement
+        ),
+        "bsp zero:stage=1",
+    ),
+    "blocks that stay gathered": (
+        strategies,
+        "blockwise",
+        lambda passes, units, root, agreement: blockwise(
+            passes, [each._replace(gather=each.gather / 2) for each in units], root, agreement
+        ),
+        "bsp zero:stage=3",
+    ),
+    "parts that are not summed across": (
+        strategies,
+        "Exchanges",
+        lambda gather, scatter, across=0.0: Exchanges(gather, scatter),
+        "bsp zero:stage=3,within=2",
     ),
     "ways without exchanges": (StageFigures, "_exchange", lambda *_: 0.0, "bsp tensor:ways=4"),
     "the pace of the slowest": (strategies, "apart", lambda alone, busiest: max(*alone, busiest), "slow, apart"),

@@ -1,11 +1,26 @@
 """Candidates of a plan: every member of a catalogue is one, or is left out with a reason."""
 
+import dataclasses
+
 import pytest
 
 from dure import codec, partition, sync, topology
 from dure.job.job import load_job
 from dure.partition.mesh import parts_of, pipeline_of
-from dure.planner.candidates import LEFT_OUT, Scene, Shape, crossed, on_servers, plain, roomy, shape_of, single, wide
+from dure.planner.candidates import (
+    LEFT_OUT,
+    Scene,
+    Shape,
+    crossed,
+    on_servers,
+    plain,
+    roomy,
+    shape_of,
+    sharded,
+    sharded_more,
+    single,
+    wide,
+)
 from dure.run.strategy import Strategy, parse_members
 from dure.runtime.virtual.cluster import Cluster, Machines
 
@@ -44,16 +59,49 @@ def test_plain_data_parallelism_is_the_first_candidate_and_the_only_one_of_a_sin
 def test_layers_are_split_over_machines_in_pipelines_only_if_nothing_else_fits():
     joined = {text for text in single(EIGHT) if "+tensor" in text}
     assert joined == set()
-    assert all("+tensor" in text for text in wide(EIGHT))
+    assert all("+tensor" in text or ("tensor:ways=" in text and "+zero:" in text) for text in wide(EIGHT))
     assert {text for text in single(HOST) if "+tensor" in text}
 
 
-def test_where_a_model_has_no_room_layers_are_split_inside_machines_and_pipelines_go_between_them():
+def test_where_a_model_has_no_room_parameters_are_sharded_or_layers_split_inside_machines():
     four = Shape(workers=32, per_machine=8, one_host=False, blocks=10, batch=32, has_rows=False)
-    found = list(roomy(four))
-    assert found[0] == "bsp 1f1b:stages=4,micro=32,cuts=profile,remat=true+tensor:ways=8"
-    assert [text.partition("remat")[1] for text in found] == ["remat", "remat", "", ""]
-    assert list(roomy(EIGHT)) == []
+    first, *found = roomy(four)
+    assert [first, *found[:2]] == ["bsp zero:stage=3", "bsp zero:stage=3,within=host", "bsp tensor:ways=8+zero:stage=3"]
+    assert found[2] == "bsp 1f1b:stages=4,micro=32,cuts=profile,remat=true+tensor:ways=8"
+    assert [text.partition("remat")[1] for text in found[2:]] == ["remat", "remat", "", ""]
+    assert list(roomy(EIGHT)) == ["bsp zero:stage=3"]
+
+
+def test_sharded_data_parallelism_is_next_to_plain_and_is_inside_hosts_where_several_have_several_workers():
+    hosts = Shape(workers=32, per_machine=8, one_host=False, blocks=10, batch=32, has_rows=False)
+    texts = [f"bsp zero:stage={stage}{within}" for stage in (1, 3) for within in ("", ",within=host")]
+    assert list(single(hosts))[1:5] == texts
+    for shape in (EIGHT, HOST):
+        assert [text for text in single(shape) if "zero:" in text] == ["bsp zero:stage=1", "bsp zero:stage=3"]
+    one_block = dataclasses.replace(hosts, blocks=1)
+    assert [text for text in single(one_block) if "stage=3" in text] == []
+    assert list(sharded(dataclasses.replace(hosts, workers=1, per_machine=1))) == []
+
+
+def test_what_has_no_room_is_proposed_with_more_of_its_memory_sharded():
+    refused = {
+        "bsp": [],
+        "averaging:period=4": [],
+        "bsp zero:stage=1,within=host": ["bsp zero:stage=2,within=host"],
+        "bsp zero:stage=3": [],
+        "bsp 1f1b:stages=2,micro=4": ["bsp 1f1b:stages=2,micro=4+zero:stage=1"],
+        "bsp 1f1b:stages=2,micro=4+tensor:ways=2": ["bsp 1f1b:stages=2,micro=4+tensor:ways=2+zero:stage=1"],
+        "bsp 1f1b:stages=2,micro=4+zero:stage=1": [],
+        "bsp tensor:ways=4": ["bsp tensor:ways=4+zero:stage=1", "bsp tensor:ways=4+zero:stage=3"],
+        "bsp pipedream:stages=2": [],
+        "averaging:period=4 1f1b:stages=2,micro=4": [],
+    }
+    for text, more in refused.items():
+        assert list(sharded_more([text])) == more, text
+    everywhere = [each for more in refused.values() for each in more]
+    assert list(sharded_more([*refused])) == everywhere
+    for text in everywhere:
+        assert Strategy.parse(text)
 
 
 def test_the_all_reduces_of_an_engine_of_accelerators_are_the_first_candidates():

@@ -54,6 +54,20 @@ def test_what_is_written_is_read(tmp_path, dtype):
     assert read.parts["shard-0"].plain == plain
 
 
+def test_the_tensors_of_a_part_are_read_once_they_are_asked_for(tmp_path):
+    draft = checkpoint.begin(tmp_path, 7)
+    for number in (0, 1):
+        checkpoint.write_part(draft, f"worker-{number}", State({"params": torch.arange(10.0) + number}, {"clock": 7}))
+    folder = checkpoint.commit(tmp_path, 7)
+    parts = checkpoint.load(tmp_path).parts
+    (folder / "worker-0.safetensors").unlink()
+    assert parts.plain["worker-0"] == {"clock": 7}
+    assert parts.read("worker-1", "params", 2, 4).tolist() == [3.0, 4.0]
+    assert parts["worker-1"].tensors["params"].tolist() == [each + 1.0 for each in range(10)]
+    with pytest.raises(FileNotFoundError):
+        _ = parts["worker-0"]
+
+
 def test_the_newest_is_read_and_the_oldest_are_removed(tmp_path):
     for step in (5, 20, 100):
         save(tmp_path, step)

@@ -62,7 +62,6 @@ def test_a_run_is_not_resumed_to_end_before_its_last_checkpoint(folder):
         ({"topology": "ps"}, "topology=collective", "topology=ps"),
         ({"codec": "sign"}, "codec=fp32", "codec=sign"),
         ({"strategy": "bsp ps"}, "topology=collective", "topology=ps"),
-        ({"workers": 3}, "workers=2", "workers=3"),
         ({"on": "local"}, "on=virtual", "on=local"),
         ({"on": "torchrun"}, "on=virtual", "on=torchrun"),
         ({"lr": 0.5}, "lr left out", "lr=0.5"),
@@ -102,9 +101,9 @@ def test_the_command_line_refuses_before_anything_is_touched(folder, capsys, mon
         assert said.err.startswith(f"dure: {folder} is a run with ")
         assert said.err.endswith(" out.\n")
         assert said.err.count("\n") == 1
-    monkeypatch.setenv("DURE_WORKERS", "3")
+    monkeypatch.setenv("DURE_LR", "0.5")
     assert main(["train", "--resume", str(folder)]) == 2
-    assert "workers=3 cannot change that" in capsys.readouterr().err
+    assert "lr=0.5 cannot change that" in capsys.readouterr().err
     assert unchanged(folder) == before
 
 

@@ -98,12 +98,10 @@ def refusal(folder, **options):
     return str(caught.value)
 
 
-def test_another_number_of_copies_is_refused(tmp_path):
+def test_another_number_of_workers_than_those_of_whole_copies_is_refused(tmp_path):
     started(tmp_path, pairs(2), 4)
-    said = refusal(tmp_path, partition=pairs(2), workers=2)
-    assert said == f"{tmp_path} is a run with workers=4; workers=2 cannot change that: leave it out."
-    said = refusal(tmp_path, partition=pairs(4), workers=4)  # of one copy
-    assert said.endswith(f"partition={pairs(4)} cannot change that: leave it out.")
+    said = refusal(tmp_path, partition=pairs(2), workers=3)
+    assert "needs 2 workers for each copy of the model, and there are 3" in said
 
 
 @pytest.mark.sampled(2)

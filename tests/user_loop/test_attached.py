@@ -33,7 +33,7 @@ from dure.run.config import TrainConfig
 from dure.run.launchers.torchrun import after_restart
 from dure.runtime.launch.rendezvous import RankEnvironment, announced, place
 from dure.runtime.memory import SHARD_PROCESS_NBYTES, check_memory
-from dure.user_loop.optimizer import ServerOptimizer
+from dure.user_loop.optimizer import FlatRule
 
 ROOT = Path(__file__).parents[2]
 # One process runs them all, since they share what two torchruns gave: time enough for both.
@@ -828,7 +828,7 @@ def test_server_rules_are_the_users(name):
 
     module, alike = attached.model(), attached.model()
     replica = Replica(module)
-    rule = ServerOptimizer(RULES[name](module.parameters()), replica)
+    rule = FlatRule(RULES[name](module.parameters()), replica)
     flat = FlatOptimizer(rule.spec, replica.numel, segments=rule.segments)
     values = replica.params.clone()
     optimizer = RULES[name](alike.parameters())
@@ -843,7 +843,7 @@ def test_server_rules_are_the_users(name):
 
 def test_parameters_of_no_group_do_not_move_on_servers():
     module = attached.model()
-    rule = ServerOptimizer(torch.optim.SGD(module[2].parameters(), lr=0.1), Replica(module))
+    rule = FlatRule(torch.optim.SGD(module[2].parameters(), lr=0.1), Replica(module))
     assert rule.rates() == [0.1, 0.0]
     assert [(each.start, each.stop, each.group) for each in rule.segments] == [(0, 1040, 1), (1040, 1210, 0)]
     assert rule.spec == OptimizerSpec("sgd", lr=0.1)
@@ -868,7 +868,7 @@ def test_servers_refuse_what_they_cannot_do(make, words):
 def test_servers_refuse_an_optimizer_that_has_state_and_hyper_parameters_that_change():
     module = attached.model()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-    rule = ServerOptimizer(optimizer, Replica(module))
+    rule = FlatRule(optimizer, Replica(module))
     optimizer.param_groups[0]["lr"] = 0.5
     assert rule.rates() == [0.5, 0.0]
     optimizer.param_groups[0]["momentum"] = 0.8

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 from dure.cli.reproduce import PaperStudy
 from dure.cli.rl import RlOptions, values_of
@@ -422,7 +422,64 @@ class Watch(Printed):
         )
 
 
-Command = Methods | Devices | Train | Compare | Report | Reproduce | Probe | Plan | Rl | Scale | Watch
+@dataclass(frozen=True, kw_only=True)
+class Export(Printed):
+    """The model of a run, from its newest checkpoint, for other programs."""
+
+    example: ClassVar[str] = "dure export runs/demo --to safetensors"
+
+    folder: Positional[Path] = Path()
+    """The folder (--out) of the run: one of bsp over collectives, with or without a partition."""
+    to: Literal["safetensors", "dcp"] = "safetensors"
+    """safetensors: the model's state_dict, for load_state_dict. dcp: model and optimizer, for a script that reads
+    torch.distributed.checkpoint, as with fully_shard."""
+    out: Path | None = None
+    """File or folder to write; model.safetensors or dcp in the run's folder if left out."""
+    trust: bool = False
+    """Run the code that the run names also where it has changed since, as for train --resume."""
+
+    def execute(self, interruption: Interruption) -> CommandResult:
+        """Write the model; return its path and its step."""
+        from dure.report.record import require_run
+        from dure.run.export import export
+
+        require_run(self.folder)
+        done = export(self.folder, self.to, self.out, trust=self.trust)
+        what = "the model and the state of its optimizer" if done.optimizer else "the model"
+        values = {"out": str(done.path), "step": done.step, "optimizer": done.optimizer}
+        return CommandResult(values, said=f"{done.path}: {what} after step {done.step}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Import(Printed):
+    """A model of another program, as one more checkpoint of a run: train --resume goes on from it."""
+
+    example: ClassVar[str] = "dure import runs/demo/dcp runs/demo --trust"
+
+    source: Positional[Path] = Path()
+    """A file of safetensors, or a folder of torch.distributed.checkpoint."""
+    folder: Positional[Path] = Path()
+    """The folder (--out) of a run of the same model that has a checkpoint."""
+    step: Count | None = None
+    """Step of the run that the model is after; the steps of the optimizer if left out, else those of the run."""
+    trust: bool = False
+    """Read a folder of torch.distributed.checkpoint, which can run code of its author; and run the code that the run
+    names also where it has changed since, as for train --resume."""
+
+    def execute(self, interruption: Interruption) -> CommandResult:
+        """Write the checkpoint; return its step."""
+        from dure.report.record import require_run
+        from dure.run.export import bring
+
+        require_run(self.folder)
+        done = bring(self.source, self.folder, self.step, trust=self.trust)
+        without = "" if done.optimizer else " The optimizer begins anew: its state is not there."
+        values = {"folder": str(done.folder), "step": done.step, "optimizer": done.optimizer}
+        said = f"{done.folder} has a checkpoint of step {done.step}: dure train --resume {done.folder}.{without}"
+        return CommandResult(values, said=said)
+
+
+Command = Methods | Devices | Train | Compare | Report | Reproduce | Probe | Plan | Rl | Scale | Watch | Export | Import
 COMMANDS: Mapping[str, type[Command]] = {kind.__name__.lower(): kind for kind in get_args(Command)}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
@@ -15,12 +15,18 @@ if TYPE_CHECKING:
 
     from dure.core.node import Operation
 
+SLICES_AT_ONCE, UNITS_AT_ONCE = 2, 1
+"""Slices of the gradient of a whole model, and units of one whose parameters are sharded, that are scattered at once.
+
+Each takes memory for its gradient, and for the parts that come from the other ranks."""
+
 
 @dataclass(frozen=True)
 class Shards:
     """The parts of a flat vector that `ranks` hold, of each of its `units` an equal one.
 
     A unit is what one message gathers or scatters: ranges of the vector, one after another. The units cover the vector.
+    With `frees_gradients` a rank keeps no more of a gradient than its part.
 
     >>> Shards([[(0, 4)], [(4, 7)]], ranks=2).of(1)
     [(2, 4), (6, 7)]
@@ -28,10 +34,20 @@ class Shards:
 
     units: Sequence[Ranges]
     ranks: int
+    frees_gradients: bool = False
 
     def cuts(self, unit: int) -> Ranges:
         """The part of each rank in a unit, as ranges of the unit."""
-        return equal_ranges(size(self.units[unit]), self.ranks)
+        return self._cuts[unit]
+
+    @cached_property
+    def alone(self) -> list[list[Ranges]]:
+        """The ranges of each unit that each rank holds, in a vector of that unit alone."""
+        return [[[cut] for cut in cuts] for cuts in self._cuts]
+
+    @cached_property
+    def _cuts(self) -> list[Ranges]:
+        return [equal_ranges(size(unit), self.ranks) for unit in self.units]
 
     def of(self, rank: int) -> Ranges:
         """The ranges of the vector that `rank` holds, in the order of its shard."""
@@ -43,11 +59,16 @@ class Shards:
         return part_of(self.units[unit], *self.cuts(unit)[rank])
 
     @cached_property
-    def numels(self) -> list[int]:
-        """The elements of each rank's shard."""
-        return [size(self.of(rank)) for rank in range(self.ranks)]
+    def held(self) -> list[Ranges]:
+        """The ranges of the vector that each rank holds."""
+        return [self.of(rank) for rank in range(self.ranks)]
 
-    def join(self, shards: Sequence[torch.Tensor], whole: torch.Tensor) -> torch.Tensor:
+    @cached_property
+    def numels(self) -> list[int]:
+        """The elements of each rank's shard. That of the first is the largest."""
+        return [size(ranges) for ranges in self.held]
+
+    def join(self, shards: Iterable[torch.Tensor], whole: torch.Tensor) -> torch.Tensor:
         """Copy the shards of all ranks to their ranges of `whole`, and return it."""
         for rank, shard in enumerate(shards):
             at = 0
@@ -80,5 +101,5 @@ class ShardedGroup(Group, Protocol):
         ...
 
     def gather(self, whole: torch.Tensor, held: Sequence[Sequence[Range]]) -> Operation[torch.Tensor]:
-        """Gather `whole` in place: the member at each place has its `held[place]`, ranges of `whole`."""
+        """Gather `whole` in place: the member at each place has its `held[place]`, ranges of it; the first most."""
         ...

@@ -56,7 +56,8 @@ class Gradient:
     Gradients of one stack are disjoint views of the same memory; copy a gradient that is kept for long. `buffers` is
     the worker's new snapshot, None for a model without buffers. `for_servers` is the part of the gradient that is not
     in `values`, since servers hold its parameters (`hybrid`). `checked`: the values are known to be finite. `faulty`
-    ranks had a gradient that was not finite, and are left out of this mean.
+    ranks had a gradient that was not finite, and are left out of this mean. Where `values` are a part of a mean,
+    `local` is the whole gradient of this worker, if its memory was kept.
     """
 
     values: Tensor
@@ -66,6 +67,7 @@ class Gradient:
     for_servers: ServerGradient | None = None
     checked: bool = False
     faulty: Sequence[int] = ()
+    local: Tensor | None = None
 
     def scaled(self, factor: float) -> Gradient:
         """Multiply this gradient by `factor` in place, and return it.
@@ -82,6 +84,10 @@ class Gradient:
     def with_values(self, values: Tensor) -> Gradient:
         """A copy with other `values`, which are not `checked`."""
         return replace(self, values=values, checked=False)
+
+    def part(self, values: Tensor, *, keeps_local: bool) -> Gradient:
+        """A copy whose `values` are this worker's part of a mean."""
+        return replace(self, values=values, checked=False, local=self.values if keeps_local else None)
 
 
 class ServerGradient(NamedTuple):
@@ -116,7 +122,7 @@ class MeanGradients(Protocol):
         ...
 
 
-class Shard(Protocol):
+class HeldShard(Protocol):
     """The part of a worker in what the workers of one part of a model would hold alike: ranges of a flat vector."""
 
     @property
@@ -137,7 +143,7 @@ class Shard(Protocol):
         ...
 
 
-class ShardedUnits(Shard, Protocol):
+class ShardedUnits(HeldShard, Protocol):
     """A shard of the parameters, which are gathered, and whose gradients are scattered, unit by unit."""
 
     def gather_unit(self, unit: int, memory: torch.Tensor) -> Operation[torch.Tensor]:
@@ -173,7 +179,7 @@ class Requester(Protocol):
     def group(self) -> MeanGradients: ...
 
     @property
-    def shard(self) -> Shard | None:
+    def shard(self) -> HeldShard | None:
         """The shard of a worker that holds one."""
         ...
 

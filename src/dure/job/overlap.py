@@ -55,7 +55,8 @@ def cut(replica: Replica, nbytes: int | None = None, without: Collection[int] = 
 class Overlap:
     """Hooks on a replica's parameters that launch slices of `replica.grads` during backward, while armed.
 
-    Parameters numbered `without` get no hook and are in no slice.
+    Parameters numbered `without` get no hook and are in no slice. A replica that does not keep its gradients has no
+    `grads`: a slice is then memory of its own, which is freed once what `launch` has begun has ended.
     """
 
     def __init__(self, replica: Replica, nbytes: int | None = None, *, without: Collection[int] = ()) -> None:
@@ -64,6 +65,7 @@ class Overlap:
         # A parameter without elements may lie behind all slices.
         own = [index for index, layer in enumerate(replica.layers) if layer.numel and index not in without]
         self._slice_of = {index: self._find(replica.layers[index].start) for index in own}
+        self._members = [[i for i in own if self._slice_of[i] == number] for number in range(len(self.slices))]
         self._launch: Launch | None = None
         self._begin: Index | None = None
         self._again: Index | None = None
@@ -146,10 +148,16 @@ class Overlap:
     def _send_complete(self) -> None:
         assert self._launch is not None
         while self._next < len(self.slices) and not self._missing[self._next]:
-            start, stop = self.slices[self._next]
             self._wait_for_writers(self._next)
-            self._works.append(self._launch(self.replica.grads[start:stop]))
+            self._works.append(self._launch(self._complete(self._next)))
             self._next += 1
+
+    def _complete(self, number: int) -> torch.Tensor:
+        """The gradient of a slice of which all parameters are complete."""
+        if not self.replica.keeps_gradients:
+            return self.replica.take_gradients(self._members[number])
+        start, stop = self.slices[number]
+        return self.replica.grads[start:stop]
 
     def _note_writer(self, number: int) -> None:
         """Note that the current stream has written to slice `number`."""

@@ -137,6 +137,9 @@ class Replica:
         self._floating = [name for name, buffer in buffers if buffer.is_floating_point()]
         self._integer = [name for name, buffer in buffers if _is_integer(buffer)]
         self._buffer_names = [name for name, _ in buffers]
+        self.keeps_gradients = True
+        """Whether gradients lie in `grads`; after `drop_gradients` each lies where autograd has put it."""
+        self._hidden: Sequence[Tensor] = ()
         self.figures: dict[tuple[object, ...], Any] = {}
         """What has been measured of the module, by the name of the measurement."""
 
@@ -186,11 +189,52 @@ class Replica:
         self._slots = tuple(replace(slot, values=slot.parameter.data) for slot in self._slots)
 
     def drop_gradients(self) -> None:
-        """Free the memory of gradients, where something else computes them."""
-        self.grads = self.marked_grads = grads = self.grads.new_zeros(()).expand(self.numel)
+        """Free the memory of gradients, where something else computes them, or takes them during backward."""
+        self.keeps_gradients = False
+        zero = self.grads.new_zeros(())
+        self.grads = self.marked_grads = zero.expand(self.numel)
         for slot in self._slots:
             slot.parameter.grad = None
-        self._slots = tuple(replace(slot, gradient=slot.view(grads)) for slot in self._slots)
+        self._slots = tuple(replace(slot, gradient=zero.expand(slot.layer.shape)) for slot in self._slots)
+
+    def take_gradients(self, indices: Sequence[int]) -> Tensor:
+        """The flat gradient of the parameters `indices`, neighbors in `layers`; they have none afterwards.
+
+        For a replica without `keeps_gradients`. A gradient that is None counts as zeros. The memory is the caller's.
+        """
+        slots = [self._slots[index] for index in indices]
+        first = slots[0].layer.start
+        if len(slots) == 1 and _lies_as(slots[0].parameter.grad, slots[0].values):
+            gradient, slots[0].parameter.grad = slots[0].parameter.grad, None
+            assert gradient is not None
+            return gradient.detach().as_strided((slots[0].layer.numel,), (1,))  # in place: the largest are one slice
+        flat = self.params.new_empty(slots[-1].layer.stop - first)
+        for slot in slots:
+            gradient, slot.parameter.grad = slot.parameter.grad, None
+            place = _shaped(flat[slot.layer.start - first : slot.layer.stop - first], slot.layer, slot.strides)
+            if gradient is None:
+                place.zero_()
+                continue
+            place.copy_(_dense(gradient))
+            if (
+                gradient.device.type != "cpu" and gradient.layout == torch.strided
+            ):  # it may be of another stream than that of this copy
+                gradient.record_stream(torch.accelerator.current_stream(gradient.device))
+        return flat
+
+    def hide_gradients(self, hidden: Sequence[Tensor]) -> None:
+        """Put `hidden` in the place of the parameters' gradients until `zero_grad`."""
+        self._hidden = hidden
+        for slot, each in zip(self._slots, hidden, strict=True):
+            slot.parameter.grad = each
+
+    @property
+    def hides_gradients(self) -> bool:
+        """Whether a parameter has what `hide_gradients` gave it."""
+        return any(map(self._is_hidden, range(len(self._slots))))
+
+    def _is_hidden(self, index: int) -> bool:
+        return bool(self._hidden) and self._slots[index].parameter.grad is self._hidden[index]
 
     @property
     def marks(self) -> Tensor:
@@ -205,14 +249,15 @@ class Replica:
     @contextmanager
     def without_gradients(self, indices: Iterable[int]) -> Iterator[None]:
         """Inside, the gradients of these parameters are None."""
-        hidden = [self._slots[index] for index in indices]
-        for slot in hidden:
-            slot.parameter.grad = None
+        parameters = [self._slots[index].parameter for index in indices]
+        gradients = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
         try:
             yield
         finally:
-            for slot in hidden:
-                slot.parameter.grad = slot.gradient
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
 
     def release(self) -> None:
         """Give each parameter memory of its own. The replica is of no use afterwards."""
@@ -221,8 +266,13 @@ class Replica:
             slot.parameter.grad = None
 
     def zero_grad(self) -> None:
-        """Zero `grads` in place; the module's gradients stay views of it."""
-        self.grads.zero_()
+        """Zero `grads` in place; the module's gradients stay views of it, or are None where it does not keep them."""
+        if self.keeps_gradients:
+            self.grads.zero_()
+        if self._hidden or not self.keeps_gradients:
+            for slot in self._slots:
+                slot.parameter.grad = slot.gradient if self.keeps_gradients else None
+        self._hidden = ()
 
     def is_emptied(self, but: int | None = None) -> bool:
         """Whether no gradient is left, as after the `zero_grad()` of a module or an optimizer.
@@ -230,10 +280,13 @@ class Replica:
         A backward may have written to the gradient of parameter `but`. That gradient counts where there is no other:
         it is in other memory if a `zero_grad()` has set it to None.
         """
-        rest = [slot.parameter.grad for index, slot in enumerate(self._slots) if index != but]
+        rest = [index for index in range(len(self._slots)) if index != but]
         if not rest:
             return self._slots[0].parameter.grad is not self._slots[0].gradient
-        return not any(gradient is not None and bool(gradient.any()) for gradient in rest)
+        if any(map(self._is_hidden, rest)):
+            return False
+        gradients = [self._slots[index].parameter.grad for index in rest]
+        return not any(gradient is not None and bool(gradient.any()) for gradient in gradients)
 
     # ---- calls that detach views
 
@@ -291,7 +344,7 @@ class Replica:
         """Copy the gradient of parameter `index` into `grads` if it lies in other memory; None counts as zero."""
         slot = self._slots[index]
         gradient = slot.parameter.grad
-        if gradient is slot.gradient:
+        if gradient is slot.gradient or not self.keeps_gradients or self._is_hidden(index):
             return
         if gradient is None:
             slot.gradient.zero_()
@@ -416,8 +469,16 @@ def _strides(parameter: nn.Parameter) -> tuple[int, ...] | None:
 
 
 def _view(flat: Tensor, layer: Layer, strides: tuple[int, ...] | None) -> Tensor:
-    part = flat[layer.start : layer.stop]
+    return _shaped(flat[layer.start : layer.stop], layer, strides)
+
+
+def _shaped(part: Tensor, layer: Layer, strides: tuple[int, ...] | None) -> Tensor:
     return part.view(layer.shape) if strides is None else part.as_strided(layer.shape, strides)
+
+
+def _lies_as(gradient: Tensor | None, values: Tensor) -> bool:
+    """Whether the elements of a gradient lie in the order of `values`, without gaps."""
+    return gradient is not None and gradient.layout == torch.strided and gradient.stride() == values.stride()
 
 
 def _refuse_mixture(kind: str, found: Sequence[tuple[str, nn.Parameter]]) -> None:

@@ -46,22 +46,23 @@ def blockwise(job: Job, whole: Replica, shared: SharedLayers | None) -> Blockwis
     """The chunks of a job's model. Raises `UsageError` for a model that has one block."""
     module = whole.module
     if is_one_block(job, module):
-        raise UsageError(
-            f"zero:stage=3 frees the parameters of a block while the others compute, and the model of "
-            f"{job.name or 'the job'}, a {type(module).__name__}, is one block: all would be there at once. Let "
-            "Job.stages name its blocks (stages=lambda module: [module.embedding, *module.layers, module.head]), or "
-            "use zero:stage=2."
-        )
-    starts = list(range(len(blocks_of(job, module))))
+        raise _saves_nothing(job, f"is one block, a {type(module).__name__}", shared)
+    blocks = blocks_of(job, module)
+    starts = list(range(len(blocks)))
     if shared is not None:
         plan, rows = shared.plan(job, module), trial_rows(job, module)
         starts = [0, *whole_borders(job, plan, shared.ways, call_of(job), lambda each: blocks_of(job, each), rows)]
-    blocks = blocks_of(job, module)
     groups = [blocks[start:stop] for start, stop in zip(starts, [*starts[1:], len(blocks)], strict=True)]
     trained = sum(any(each.requires_grad for block in group for each in block.parameters()) for group in groups)
     if trained < 2:
-        raise UsageError(
-            f"zero:stage=3 frees the parameters of a block while the others compute, and the model of "
-            f"{job.name or 'the job'} has one block with parameters. Use zero:stage=2."
-        )
+        raise _saves_nothing(job, "has one block with parameters", shared)
     return Blockwise(stages=1, chunks=min(trained, max(LEAST_CHUNKS, whole.params.nbytes // LARGE_NBYTES)))
+
+
+def _saves_nothing(job: Job, model: str, shared: SharedLayers | None) -> UsageError:
+    return UsageError(
+        f"zero:stage=3 frees the parameters of a block while the others compute, and the model of "
+        f"{job.name or 'the job'} {model}: all would be there at once. Let Job.stages name its blocks "
+        "(stages=lambda module: [module.embedding, *module.layers, module.head]), or use "
+        f"zero:stage={2 if shared is None else 1}."
+    )

@@ -62,7 +62,8 @@ class Held(NamedTuple):
 class StageLayout:
     """A job's model, of which `whole` is a replica, cut into the stages of `pipeline` for machines of these `speeds`.
 
-    Several workers hold the layers of a stage if they are `shared`. Raises `UsageError` for a model that cannot be cut.
+    Several workers hold the layers of a stage if they are `shared`. A worker updates the share `updated` of its part.
+    Raises `UsageError` for a model that cannot be cut.
     """
 
     def __init__(
@@ -72,11 +73,13 @@ class StageLayout:
         whole: Replica,
         speeds: Speeds = ANY,
         shared: SharedLayers | None = None,
+        updated: float = 1.0,
     ) -> None:
         self.job = job
         self.pipeline = pipeline
         self.whole = whole
         self.shared = shared
+        self.updated = updated
         self.ways = 1 if shared is None else shared.ways
         self.blocks = self.blocks_of(whole.module)
         self.call = call_of(job, whole=self._is_one_block(whole.module))
@@ -346,7 +349,7 @@ class StageLayout:
         assert self.costs is not None
         update, steps = self.costs.update, batch / self.job.own_batch_size
         whole_ahead, whole_back = (sum(each[way] for each in self.costs.passes) for way in range(2))
-        updated = update * held * rows / batch
+        updated = update * self.updated * held * rows / batch
         return ahead / ((whole_ahead + update) * steps), (back + updated) / (whole_back * steps)
 
     @property

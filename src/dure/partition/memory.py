@@ -11,8 +11,10 @@
     topology      | P for each vector that the topology keeps at a worker, such as room for a pull
     server        | the slices of servers beside the worker, times the vectors that a server keeps
     frozen        | those of the parameters that are not trained; of layers that workers share, their part
+    messages      | of workers with a shard, the parts that arrive from the others
 
-Temporary memory of computations and messages is not counted, so a process needs more.
+A worker with a shard keeps less of the first three (`Zero.keeps`). Temporary memory of computations and of other
+messages is not counted, so a process needs more.
 """
 
 from __future__ import annotations
@@ -50,6 +52,7 @@ class MemoryUse(NamedTuple):
     topology: int = 0
     server: int = 0
     frozen: int = 0
+    messages: int = 0
 
     @property
     def total(self) -> int:

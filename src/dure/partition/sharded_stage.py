@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from dure.core.node import Ghost
+from dure.core.shards import UNITS_AT_ONCE
 from dure.partition.stage import Stage
 from dure.partition.stage_module import Leaves
 
@@ -34,9 +35,6 @@ if TYPE_CHECKING:
 
 TIED = 0
 """The unit of the parameters that several chunks have. That of chunk k is k + 1."""
-
-IN_FLIGHT = 1
-"""Scatters that are under way at once. Each keeps the gradient of a unit, and what is received for it."""
 
 
 def units_of(layout: StageLayout, part: int) -> list[list[Held]]:
@@ -215,7 +213,7 @@ class ShardedStage(Stage):
         unit = self._units[number]
         if not unit.layers:
             return
-        while len(self._scatters) >= IN_FLIGHT:
+        while len(self._scatters) >= UNITS_AT_ONCE:
             await self._end_scatter()
         gradient, unit.gradient = self._gradient(unit), None
         if self.module is not None:

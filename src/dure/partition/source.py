@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from dure.core.node import Operation
     from dure.core.vectors import Range
-    from dure.job.gradient import Gradient, Requester, Shard
+    from dure.job.gradient import Gradient, HeldShard, Requester
     from dure.partition.orders import Action
     from dure.partition.stage import Stage
 
@@ -98,7 +98,7 @@ async def share_copies(stage: Stage, gradient: Tensor) -> None:
     stage.meter.add("wait", started, stage.node.now(), "update")
 
 
-async def limit_norm(stage: Stage, gradient: Tensor, clip: float, shard: Shard | None = None) -> None:
+async def limit_norm(stage: Stage, gradient: Tensor, clip: float, shard: HeldShard | None = None) -> None:
     """Limit the norm of the gradient of the whole model, of which `gradient` is a part, to `clip`, in place.
 
     The workers add up their squared norms in the order of parts. A parameter that several hold counts at the first.
@@ -118,7 +118,7 @@ async def limit_norm(stage: Stage, gradient: Tensor, clip: float, shard: Shard |
     gradient *= clip_factor(math.sqrt(sum(map(float, each))), clip)
 
 
-def _squares_without(gradient: Tensor, again: Sequence[Range], shard: Shard | None) -> float:
+def _squares_without(gradient: Tensor, again: Sequence[Range], shard: HeldShard | None) -> float:
     """The sum of squares of a gradient without the ranges `again` of the whole flat vector."""
     ranges = [(0, gradient.numel())] if shard is None else shard.own
     total, at = torch.zeros((), dtype=torch.float64, device=gradient.device), 0

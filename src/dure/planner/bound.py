@@ -5,6 +5,9 @@
     all-reduce of M bytes      2 (h - 1) / h M over the slowest card of the h machines that have the same part
     servers, s shards          updates of a step * M / s over the card of a server, M over the card of each worker; M
                                over all cards where any workers may push, less what stays within a machine
+    sharded, stages 1 and 2    max(computation, half of that for an all-reduce of M) + the other half
+    sharded, stage 3           max(computation, all messages) + the first gather and the last scatter
+    sharded, within=W          as the all-reduce of a part of M among the hosts that have it
     input                      samples of a step / sum of those that the machines load in a second
 
 M is the model, or the parts of it that a machine has, divided by the steps between two exchanges. Bytes that depend on
@@ -18,10 +21,15 @@ from typing import TYPE_CHECKING
 from dure.codec.coder import SliceLayout
 from dure.codec.cost import is_fixed
 from dure.codec.fp32 import Float32
-from dure.partition.mesh import parts_of
+from dure.partition.blockwise import blockwise
+from dure.partition.layout import StageLayout
+from dure.partition.mesh import parts_of, zero_of
+from dure.partition.methods.zero import Zero
+from dure.partition.sharded_stage import units_of
 from dure.partition.whole import Whole
 from dure.planner.candidates import ONE, placed
 from dure.planner.timing import config_of
+from dure.run.step_shape import shape_of_whole
 from dure.run.strategy import Strategy
 from dure.sync.base import server_rule_of, traits_of
 from dure.topology.collective.choice import Collective
@@ -41,7 +49,32 @@ def least_seconds(scene: Scene, strategy: str) -> float:
         alone, plain = placed(scene, strategy)
         return scene.batch / alone.batch * least_seconds(alone, plain)
     chosen = Strategy.parse(strategy)
-    return max(_computing(scene, strategy, chosen), _loading(scene, chosen), _communicating(scene, chosen))
+    computing, sent = _computing(scene, strategy, chosen), _communicating(scene, chosen)
+    zero = zero_of(chosen.partition)
+    if zero is not None:
+        computing *= 1 - _spared(scene)
+    if zero is not None and zero.within is None and parts_of(chosen.partition) == 1:
+        return max(_sharded(scene, zero, computing, sent / 2), _loading(scene, chosen))
+    return max(computing, sent, _loading(scene, chosen))
+
+
+def _sharded(scene: Scene, zero: Zero, computing: float, once: float) -> float:
+    """The seconds of a step of sharded data parallelism, where all parameters are gathered, or scattered, in `once`."""
+    if zero.stage < 3:
+        return max(computing, once) + once
+    job, replica = scene.job, scene.model.replica
+    units = units_of(StageLayout(job, blockwise(job, replica, None), replica), 0)
+    root, *blocks = (sum(each.stop - each.start for each in unit) / replica.numel for unit in units)
+    lane = (3 - root - blocks[-1]) * once
+    return max(computing + 2 * (root + blocks[0]) * once, lane)
+
+
+def _spared(scene: Scene) -> float:
+    """The most of a step that a worker spares which updates a shard: accelerators count the seconds of an update."""
+    if not scene.cluster.accelerated:
+        return 0.0
+    shape = shape_of_whole(scene.job, scene.model, scene.cluster, max(1, scene.batch // scene.workers))
+    return shape.update * (1 - 1 / scene.workers)
 
 
 def _loading(scene: Scene, chosen: Strategy) -> float:
@@ -53,7 +86,7 @@ def _loading(scene: Scene, chosen: Strategy) -> float:
 
 def _computing(scene: Scene, strategy: str, chosen: Strategy) -> float:
     flops, paces = scene.job.flops_per_sample, list(_paces(scene.cluster))
-    if isinstance(chosen.partition, Whole) and traits_of(chosen.sync).lockstep and not _quorum(scene, chosen):
+    if isinstance(chosen.partition, Whole | Zero) and traits_of(chosen.sync).lockstep and not _quorum(scene, chosen):
         size = config_of(scene, strategy).batch_size or 1
         return max(compute.mean(size * flops) / speed for compute, speed, _ in paces)
     samples = [compute.mean(flops) - compute.mean(0.0) for compute, _, _ in paces]
@@ -84,7 +117,8 @@ def _communicating(scene: Scene, chosen: Strategy) -> float:
     nbytes = _message(scene, chosen) / getattr(sync, "period", getattr(sync, "n_push", 1))
     # Small messages wait for no others, so a card has no speed for them.
     if isinstance(topology, Collective):
-        parts, hosted = parts_of(chosen.partition), [kind.workers for kind in cluster.machines]
+        hosted = [kind.workers for kind in cluster.machines]
+        parts = parts_of(chosen.partition) * _shared_by(chosen, max(hosted))
         alike = max(1.0, machines * min(1.0, max(hosted) / parts))
         # Groups of accelerators divide the cards of a machine; other collectives do not slow each other.
         share = min(1.0, (max(hosted) if cluster.accelerated else 1) / parts)
@@ -98,6 +132,14 @@ def _communicating(scene: Scene, chosen: Strategy) -> float:
     if _message(scene, chosen) / topology.shards <= cluster.small:
         return 0.0
     return _server_load(scene, chosen, topology) * nbytes
+
+
+def _shared_by(chosen: Strategy, hosted: int) -> int:
+    """The workers of a shard group that is no larger than needs be; 1 where all workers with a part make one group."""
+    zero = zero_of(chosen.partition)
+    if zero is None or zero.within is None:
+        return 1
+    return hosted if zero.within == "host" else zero.within
 
 
 def _server_load(scene: Scene, chosen: Strategy, topology: ParameterServer) -> float:

@@ -1,10 +1,11 @@
 """Scenes and candidates of a plan: a job on a cluster, and the strategies that are sensible for it.
 
     step 1    one choice differs from plain data parallelism: a method, a topology, a codec or a partition
-    step 2    other methods on servers, laid out as is best for synchronous or asynchronous SGD (`on_servers`)
-    step 3    the best partitions with the best methods, and the best methods with the best codecs (`crossed`)
-    step 4    only if nothing fits into memory: pipelines of small micro-batches (`narrow`), and pipelines with layers
-              that are split over machines (`wide`)
+    step 2    where a partition has no room in memory: the same, sharded (`sharded_more`)
+    step 3    other methods on servers, laid out as is best for synchronous or asynchronous SGD (`on_servers`)
+    step 4    the best partitions with the best methods, and the best methods with the best codecs (`crossed`)
+    step 5    only if nothing fits into memory: pipelines of small micro-batches (`narrow`), and layers that are split
+              over machines, in pipelines or with sharded parameters (`wide`)
 
 The candidates come in the order of their simplicity. Every member of a catalogue has a row here or a reason in
 `LEFT_OUT`.
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from dure.errors import DureError
 from dure.job.initial_model import InitialModel
+from dure.partition.mesh import ONE_STAGE, Mesh, pipeline_of, shared_of, zero_of
 from dure.run.strategy import Strategy
 from dure.sync.base import traits_of
 
@@ -184,11 +186,38 @@ def plain(shape: Shape) -> Iterator[str]:
         yield f"{PLAIN} collective:algorithm=hierarchical"
 
 
+def sharded(shape: Shape, stages: Sequence[int] = (1, 3)) -> Iterator[str]:
+    """Sharded data parallelism over all workers, and where hosts have several, inside each of them.
+
+    Stage 2 has the seconds of stage 1 and needs less memory: `sharded_more` proposes it where stage 1 has no room.
+    Stage 3 saves nothing of a model that is one block.
+    """
+    levels = ("", ",within=host") if 1 < shape.per_machine < shape.workers else ("",)
+    for stage in stages:
+        if shape.workers > 1 and (stage < 3 or shape.blocks > 1):
+            yield from (f"{PLAIN} zero:stage={stage}{level}" for level in levels)
+
+
+def sharded_more(refused: Sequence[str]) -> Iterator[str]:
+    """The candidates of step 2: partitions that have no room, with more of their memory sharded."""
+    for text in refused:
+        partition = Strategy.parse(text).partition if text.startswith(f"{PLAIN} ") else None
+        zero, pipeline, shared = zero_of(partition), pipeline_of(partition), shared_of(partition)
+        if zero is not None:
+            if zero.stage == 1 and not isinstance(partition, Mesh):
+                yield text.replace("stage=1", "stage=2")
+        elif shared is not None and pipeline is ONE_STAGE:
+            yield from (f"{text}+zero:stage={stage}" for stage in (1, 3))
+        elif pipeline is not None and pipeline.flushes:
+            yield f"{text}+zero:stage=1"
+
+
 def single(shape: Shape) -> Iterator[str]:
     """The candidates of step 1, the simplest first."""
     yield from plain(shape)
     if shape.workers == 1:
         return
+    yield from sharded(shape)
     yield from _topologies(shape)
     yield from _codecs()
     yield from _methods(shape)
@@ -196,7 +225,7 @@ def single(shape: Shape) -> Iterator[str]:
 
 
 def on_servers(synchronous: str | None, asynchronous: str | None, shape: Shape) -> Iterator[str]:
-    """The candidates of step 2, on servers laid out as in the best of `synchronous` and `asynchronous` SGD."""
+    """The candidates of step 3, on servers laid out as in the best of `synchronous` and `asynchronous` SGD."""
     k = max(1, shape.workers // 2)
     for method in ("backup", "k-sync"):
         if synchronous is not None:
@@ -207,7 +236,7 @@ def on_servers(synchronous: str | None, asynchronous: str | None, shape: Shape) 
 
 
 def crossed(partitions: Sequence[str], methods: Sequence[str], codecs: Sequence[str]) -> Iterator[str]:
-    """The candidates of step 3: each partition with each method, each method with each codec."""
+    """The candidates of step 4: each partition with each method, each method with each codec."""
     for partition in partitions:
         for method in methods:
             yield f"{method} {partition.removeprefix(PLAIN).strip()}"
@@ -235,11 +264,15 @@ def narrow(shape: Shape) -> Iterator[str]:
 
 
 def roomy(shape: Shape) -> Iterator[str]:
-    """The candidates where no worker has memory for a whole model: pipelines over machines, layers split inside them.
+    """The candidates where no worker has memory for a whole model: its parameters are sharded, or its layers are split.
 
-    Micro-batches have one sample. Those that compute activations again come first, as they need least.
+    Layers are split inside machines, and their parts are sharded, or pipelines go over the machines. Micro-batches of
+    these have one sample. Those that compute activations again come first, as they need least.
     """
+    yield from sharded(shape, stages=(3,))
     ways = max(_divisors(shape.per_machine, MOST_WAYS), default=1)
+    if 1 < ways < shape.workers:
+        yield f"{PLAIN} tensor:ways={ways}+zero:stage=3"
     for remat in (",remat=true", "") if ways > 1 else ():
         for stages in reversed([*_divisors(shape.workers // ways, shape.blocks)]):
             copy = shape.batch * stages * ways // shape.workers
@@ -247,8 +280,10 @@ def roomy(shape: Shape) -> Iterator[str]:
 
 
 def wide(shape: Shape) -> Iterator[str]:
-    """The candidates where no other fits into memory: pipelines whose layers are split over machines."""
+    """The candidates where no other fits into memory: layers split over machines, sharded or in pipelines."""
     for ways in _divisors(shape.workers, MOST_WAYS):
+        if ways < shape.workers:
+            yield from (f"{PLAIN} tensor:ways={ways}+zero:stage={stage}" for stage in (1, 3))
         if ways > shape.per_machine:
             yield from _both(shape, ways)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from dure.core import units
 from dure.errors import DureError
 from dure.partition.mesh import pipeline_of
-from dure.planner.candidates import ONE, PLAIN, Scene, narrow, shape_of, single, wide
+from dure.planner.candidates import ONE, PLAIN, Scene, narrow, shape_of, sharded, single, wide
 from dure.planner.ranking import Ranked, in_order, ranked
 from dure.planner.side_by_side import Deadline, timings
 from dure.planner.sweeps import (
@@ -311,7 +311,7 @@ def _needs(scene: Scene, deadline: Deadline) -> dict[str, MemoryUse]:
     """The memory of a worker under each candidate that works, those that need least first."""
     found: dict[str, MemoryUse] = {}
     shape = shape_of(scene)
-    for strategy in dict.fromkeys((*narrow(shape), *wide(shape), *single(shape))):
+    for strategy in dict.fromkeys((*sharded(shape, (3, 2)), *narrow(shape), *wide(shape), *single(shape))):
         if found and deadline.over:
             break
         if " " not in strategy or ":" not in strategy:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from dure.errors import DureError
 from dure.job.initial_model import is_on_meta
+from dure.partition.mesh import zero_of
 from dure.planner.bound import least_seconds
 from dure.planner.candidates import (
     ONE,
@@ -21,20 +22,22 @@ from dure.planner.candidates import (
     plain,
     roomy,
     shape_of,
+    sharded_more,
     single,
     wide,
 )
 from dure.planner.ranking import Ranked, in_order, ranked
 from dure.planner.side_by_side import Deadline, timings
 from dure.planner.timing import setup_in, timed
-from dure.run.strategy import by_axis
+from dure.run.memory import NO_ROOM
+from dure.run.strategy import Strategy, by_axis
 from dure.runtime.virtual.cluster import Cluster
 
 Notify = Callable[[int, int | None, str], None]
 """Receives the number of timed candidates, the number of all (None: not known yet) and the strategy that is timed."""
 
 BEST = 2
-"""Partitions, methods and codecs of step 1 that are crossed in step 2."""
+"""Partitions, methods and codecs of step 1 that are crossed in step 4."""
 
 AXES = ("partition", "sync", "codec")
 
@@ -95,6 +98,7 @@ def search(scene: Scene, deadline: Deadline, notify: Notify = lambda done, of, s
     _measure_blocks(scene, shape, first)
     steps: Sequence[Callable[[], Iterable[str]]] = (
         lambda: single(shape),
+        lambda: sharded_more([each for each, reason in found.refused.items() if NO_ROOM in reason]),
         lambda: on_servers(_servers_of(found, PLAIN), _servers_of(found, "downpour"), shape),
         lambda: crossed(*_best(found)),
         lambda: () if found.of_all or found.left else (*_fitting(scene, shape, deadline), *wide(shape)),
@@ -137,7 +141,7 @@ def _prepare(scene: Scene) -> None:
 
 def _measure_blocks(scene: Scene, shape: Shape, deadline: Deadline) -> None:
     """Measure the blocks of a large model for the processes of all pipelines, one of which may have too little time."""
-    pipeline = next((each for each in single(shape) if "partition" in by_axis(each)), None)
+    pipeline = next((each for each in single(shape) if "partition" in by_axis(each) and not _is_sharded(each)), None)
     if pipeline is not None and is_on_meta(scene.job):
         _ = list(timings([scene], [(0, pipeline)], deadline))  # the figures of the model are in `scene` then
 
@@ -186,11 +190,15 @@ def _servers_of(found: Found, method: str) -> str | None:
     return None if best is None else best.removeprefix(f"{method} ")
 
 
+def _is_sharded(strategy: str) -> bool:
+    return zero_of(Strategy.parse(strategy).partition) is not None
+
+
 def _best(found: Found) -> tuple[list[str], list[str], list[str]]:
     """The best partitions, methods and codecs of step 1, which differ from plain data parallelism on one axis."""
     best: Mapping[str, list[str]] = {axis: [] for axis in AXES}
     for row in found.ranked:
-        if row.strategy == ONE:
+        if row.strategy == ONE or _is_sharded(row.strategy):  # neither methods nor codecs join shards
             continue
         members = by_axis(row.strategy)
         axis = next((each for each in AXES if members.get(each, PLAIN) != PLAIN), None)

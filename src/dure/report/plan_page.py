@@ -55,6 +55,7 @@ PARTS = (
     "topology",
     "server",
     "frozen",
+    "messages",
 )
 """The parts of a worker's memory, in the order of a bar."""
 

@@ -18,19 +18,22 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import xxhash
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from dure.core.regular_file import LATEST, check_regular, read_regular
 from dure.core.state import State
 from dure.errors import CheckpointError, DureError
+
+if TYPE_CHECKING:
+    import torch
 
 KEEP = 3
 """Checkpoints that stay on the disk."""
@@ -50,23 +53,65 @@ UNREADABLE = (
 """Errors that a damaged checkpoint raises when it is read."""
 
 
-Parts = dict[str, State]
+Parts = Mapping[str, State]
 """The state of each node, by the name of its part in a checkpoint."""
+
+
+class PartFiles(Parts):
+    """The parts of a checkpoint in `folder`: their `plain` values, and tensors that are read when they are asked for.
+
+    A process so reads the tensors of its own part alone.
+    """
+
+    def __init__(self, folder: Path, plain: Mapping[str, dict[str, Any]]) -> None:
+        self.plain = plain
+        self._folder = folder
+        for name in plain:
+            with self._opened(name):  # raises the error of a file that is none
+                pass
+
+    def __getitem__(self, name: str) -> State:
+        return State(load_file(self._folder / f"{name}.safetensors"), self.plain[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.plain)
+
+    def __len__(self) -> int:
+        return len(self.plain)
+
+    def tensors(self, name: str) -> list[str]:
+        """The names of the tensors of a part."""
+        with self._opened(name) as file:
+            return list(file.keys())
+
+    def read(self, name: str, tensor: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Elements `start` to `stop` of a flat tensor of a part; no others are read."""
+        with self._opened(name) as file:
+            found: torch.Tensor = file.get_slice(tensor)[start:stop]
+        return found
+
+    def _opened(self, name: str) -> Any:
+        return safe_open(self._folder / f"{name}.safetensors", "pt")
+
+
+def tensor_of(parts: Parts, name: str, tensor: str) -> torch.Tensor:
+    """A tensor of a part; the others of a part on the disk are not read."""
+    return parts.read(name, tensor) if isinstance(parts, PartFiles) else parts[name].tensors[tensor]
 
 
 @dataclass(slots=True)
 class Checkpoint:
-    """A checkpoint that was read: its `step`, its parts by name, and the folders that were passed over."""
+    """A checkpoint that was found whole: its `step`, its parts by name, and the folders that were passed over."""
 
     step: int
-    parts: Parts
+    parts: PartFiles
     passed_over: list[str]
 
 
 def begin(folder: Path, step: int) -> Path:
     """Make an empty folder for the parts of checkpoint `step`."""
     draft = folder / f"step-{step}.tmp"
-    _explaining_errors(draft, lambda: _make_empty(draft))
+    explaining_errors(draft, lambda: _make_empty(draft))
     return draft
 
 
@@ -87,9 +132,14 @@ def write_part(draft: Path, name: str, part: State) -> None:
         tensors = {key: tensor.cpu().contiguous() for key, tensor in part.tensors.items()}
         save_file(tensors, draft / f"{name}.safetensors")
         _flush(draft / f"{name}.safetensors")
-        _write_text(draft / f"{name}.json", json.dumps(part.plain, sort_keys=True))
 
-    _explaining_errors(draft, write)
+    explaining_errors(draft, write)
+    write_plain(draft, name, part.plain)
+
+
+def write_plain(draft: Path, name: str, plain: Mapping[str, Any]) -> None:
+    """Write the plain values of one part, whose tensors are written apart. Raises as `write_part`."""
+    explaining_errors(draft, lambda: _write_text(draft / f"{name}.json", json.dumps(plain, sort_keys=True)))
 
 
 def commit(folder: Path, step: int, info: Mapping[str, Any] | None = None) -> Path:
@@ -109,7 +159,7 @@ def commit(folder: Path, step: int, info: Mapping[str, Any] | None = None) -> Pa
         os.replace(folder / f"{LATEST}.tmp", folder / LATEST)
         _flush(folder)
 
-    _explaining_errors(folder, write)
+    explaining_errors(folder, write)
     return final
 
 
@@ -183,7 +233,7 @@ def _step_of(path: Path) -> int:
     return int(digits) if digits.isdecimal() else -1
 
 
-def _read(candidate: Path) -> Parts:
+def _read(candidate: Path) -> PartFiles:
     manifest = _read_object(candidate / "manifest.json")
     if manifest["format"] != FORMAT:
         raise CheckpointError(f"format {manifest['format']}, and this version reads {FORMAT}")
@@ -200,10 +250,7 @@ def _read(candidate: Path) -> Parts:
     unlisted = next((name for name in names if f"{name}.safetensors" not in manifest["files"]), None)
     if unlisted is not None:
         raise CheckpointError(f"manifest.json does not name {unlisted}.safetensors")
-    return {
-        name: State(load_file(candidate / f"{name}.safetensors"), _read_object(candidate / f"{name}.json"))
-        for name in names
-    }
+    return PartFiles(candidate, {name: _read_object(candidate / f"{name}.json") for name in names})
 
 
 def _read_object(path: Path) -> dict[str, Any]:
@@ -249,7 +296,8 @@ def _kept(place: Path) -> str:
     return f"The previous checkpoint is whole: {(folder / LATEST).read_text(encoding='utf-8').strip()}."
 
 
-def _explaining_errors(place: Path, action: Any) -> None:
+def explaining_errors(place: Path, action: Callable[[], object]) -> None:
+    """Do `action`, which writes to `place`; its errors become a `CheckpointError`."""
     try:
         action()
     except (OSError, SafetensorError) as error:

@@ -435,6 +435,8 @@ class Driver(DriverService):
             "totals": self.progress.totals.state(),
             "seconds": self.node.now(),
             "progress": self.progress.reports,
+            "samples": self.progress.samples(),
+            "missing": self.history.missing,
             "last_steps": self.progress.last_steps,
             "finished": self.roster.finished,
             "origin": self.setup.origin,
@@ -452,7 +454,7 @@ class Driver(DriverService):
     def _resume(self, parts: Parts, after: Driver | None) -> None:
         plain, tensors = parts["run"].plain, parts["run"].tensors
         self.progress.restore(plain["totals"], plain["seconds"], plain["progress"], plain.get("last_steps", {}))
-        self.history.restore([dict(row) for row in plain["history"]])
+        self.history.restore([dict(row) for row in plain["history"]], plain.get("missing", 0))
         if self.scaling is None:
             self.roster.restore(plain["finished"])
         else:
@@ -489,11 +491,14 @@ class Driver(DriverService):
         if self.generations is not None:
             of_failed = self.generations.gradients(step) - sum(report["done"] for report in finished.values())
         step = step if self.setup.synchronous else self._step(step)
-        values, updates = await self.results.collect(progress.totals, of_failed)
+        missing = self.history.missing
+        values, updates = await self.results.collect(progress.totals, of_failed - missing)
         progress.count_refused()
         await self._collect_figures()
         await self._dismiss()
-        self.history.evaluate_result(progress.totals, values, self.results.buffers, step=step, updates=updates)
+        self.history.evaluate_result(
+            progress.totals, values, self.results.buffers, step=step, updates=updates + missing
+        )
         self.history.evaluator.close()
         notes: dict[str, Any] = {"deaths": dict(self.failures.causes), "evicted": dict(self.roster.evicted)}
         notes["unfinished"] = self._unfinished()

@@ -14,7 +14,7 @@ of the model for the others. If that one fails before they have it, they make it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dure.core.deployment import NodeId, by_rank
@@ -50,6 +50,17 @@ class Stopped(NamedTuple):
     clock: int
     fresh: bool
     answer: Operation[Reply]
+
+
+def gradients_in(generations: Sequence[Mapping[str, Any]], step: int) -> int:
+    """The number of gradients in the model after `step` of a run with these `generations`."""
+    found = 0
+    for each in reversed(generations):  # a later generation may begin before the end of an earlier one
+        if each["step"] < step:
+            found += len(each["ranks"]) * (step - each["step"])
+            found -= sum(min(step, each["clock"]) - each["step"] for _ in each["copies"])
+            step = each["step"]
+    return found
 
 
 class Generations(DriverService):
@@ -128,13 +139,7 @@ class Generations(DriverService):
 
     def gradients(self, step: int) -> int:
         """The number of gradients in the model after `step`."""
-        found = 0
-        for each in reversed(self.history):  # a later generation may begin before the end of an earlier one
-            if each["step"] < step:
-                found += len(each["ranks"]) * (step - each["step"])
-                found -= sum(min(step, each["clock"]) - each["step"] for _ in each["copies"])
-                step = each["step"]
-        return found
+        return gradients_in(self.history, step)
 
     def lost(self, name: str) -> None:
         """Note that a worker has failed."""

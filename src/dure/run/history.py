@@ -131,10 +131,14 @@ class History(ABC):
         self._gathering = Gathering(setup)
         self._at_servers: dict[int, int] = {}  # gradients that are in all parts of a step
         self._last_step = 0
+        self.missing = 0
 
-    def restore(self, rows: list[Row]) -> None:
-        """Go on from `rows`."""
-        self.rows = rows
+    def restore(self, rows: list[Row], missing: int = 0) -> None:
+        """Go on from `rows`; so many of the gradients that workers count are `missing` in the model.
+
+        A run that goes on with more copies of the model counts as if it had had them from the start.
+        """
+        self.rows, self.missing = rows, missing
         self._last_step = rows[-1]["step"] if rows else 0
 
     @abstractmethod
@@ -185,7 +189,7 @@ class History(ABC):
         return {
             "seconds": seconds,
             "step": self._last_step,
-            "updates": updates,
+            "updates": updates - self.missing,
             "samples": samples,
             "loss": None,
             "accuracy": None,

@@ -42,7 +42,7 @@ from dure.run.memory import check_process_memory
 from dure.run.outcome import figures_of
 from dure.run.servers import build_server
 from dure.run.snapshots import DRIVER_ADDRESS, Snapshots
-from dure.run.workers import build_worker, restore_worker, work_through
+from dure.run.workers import build_worker, restore_worker, state_of_worker, work_through
 from dure.runtime.launch.engine_store import connected, lead_engine, one_family, without_watchdog
 from dure.runtime.launch.preemption import RANK, watching
 from dure.runtime.memory import memory_limit
@@ -395,7 +395,7 @@ class WorkerProcess(RunProcess):
         if self.setup.config.checkpoint_every:
             self.worker.boundary.suspend = self._suspend_due
             self.worker.boundary.checkpoint = lambda: self.next_checkpoint
-        mine = restore_worker(self.worker, parts)
+        mine = restore_worker(self.setup, self.worker, parts)
         if mine is not None:
             with checkpoint.fitting(f"worker-{self.node.rank}"):
                 self.counted = dict(mine.plain["counted"])
@@ -549,7 +549,7 @@ class WorkerProcess(RunProcess):
             await self.node.sleep(AGAIN_SECONDS)
             return
         await self.node.sent_to_wire()  # the counts below then have all messages so far
-        state = lifecycle.state(self.worker)
+        state = state_of_worker(self.worker)
         state.plain |= {"counted": self._counts(), **self._metered()}
         problem = None
         try:

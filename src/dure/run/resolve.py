@@ -28,6 +28,7 @@ from dure.partition.profile import BlockTimes
 from dure.partition.programmed import Programmed
 from dure.partition.schedule import Orders, check
 from dure.partition.shared_layers import SharedLayers
+from dure.partition.whole import Whole
 from dure.run.config import TrainConfig, WorkerRange
 from dure.run.devices import AUTO, CPU, check_use, devices_of, first_of
 from dure.run.memory import check_worker_memory
@@ -379,7 +380,7 @@ LARGE = 2**31
 def check_options(config: TrainConfig, strategy: Strategy, name: str) -> None:
     """Raise `UsageError` for an option, or a part of `strategy`, that the job `name` cannot have."""
     sync = strategy.sync
-    if pipeline_of(strategy.partition) is not None:
+    if not isinstance(strategy.partition, Whole):
         raise UsageError(
             f"{name} learns from a replay, and each of its workers holds a whole model: "
             f"{strategy.text()['partition']} would divide it. Use the partition none."

@@ -3,38 +3,26 @@
 A record keeps the path and the SHA-256 of each file of code. Without `--trust`, a file is executed only if its path and
 its content are those of the record. A file inside the run's own folder needs `--trust` in any case: the author of the
 folder could have written the record too.
-
-The parameters and the optimizer's vectors of a copy of the model are those of its workers, put together: they are cut
-again for the workers of the new split. This is exact for bsp over collectives, where nothing else belongs to a worker.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import Any
 
 from dure.core import user_code
 from dure.core.spec_text import parse_member, parse_members, value_text
-from dure.core.state import State
-from dure.errors import CheckpointError, StrategyError, UsageError
-from dure.partition.mesh import parts_of, pipeline_of
-from dure.partition.stage_state import StageCounts
+from dure.errors import StrategyError, UsageError
+from dure.partition.mesh import parts_of
 from dure.report.run import read_run
-from dure.run.checkpoint import Checkpoint, fitting
 from dure.run.config import OptionUse, TrainConfig
 from dure.run.places import is_real, is_started_outside
-from dure.run.strategy import AXES, DEFAULTS, Strategy, make, member_text
+from dure.run.split_again import MAY_DIFFER, can_split_again
+from dure.run.strategy import AXES, DEFAULTS, make, member_text
 from dure.runtime.virtual.cluster import Cluster
-
-if TYPE_CHECKING:
-    from dure.run.checkpoint import Parts
-    from dure.run.setup import Setup
-
 
 CLUSTER = "cluster.yaml"
 """File of the virtual cluster in the folder of a run, read when the run is resumed."""
@@ -75,25 +63,39 @@ def _other_split(given: Mapping[str, Any], saved: TrainConfig, cluster: Cluster 
     """
     has = _facts(saved)
     wrong = {name: value for name, value in given.items() if not _agrees(name, value, has, cluster)}
-    split = {} if wrong.keys() - set(MAY_DIFFER) else _split_of(given, saved, has)
+    split = {} if wrong.keys() - {*MAY_DIFFER, *SIZES} else _split_of(given, wrong, saved, has)
     if wrong and not split:
         raise UsageError(_refusal(saved, wrong, has))
     return split
 
 
-def _split_of(given: Mapping[str, Any], saved: TrainConfig, has: Mapping[str, Any]) -> dict[str, Any]:
-    """The partition in `given` and its number of workers, if a run goes on with them; else nothing."""
+SIZES = ("batch_size", "batch_sizes")
+"""Options that may differ too where the number of copies of the model does: the samples of a step can so stay."""
+
+
+def _split_of(
+    given: Mapping[str, Any], wrong: Mapping[str, Any], saved: TrainConfig, has: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The partition in `given` and its number of workers, if a run goes on with them; else nothing.
+
+    Without a number of workers, that of copies of the model stays.
+    """
     members = {axis: str(has[axis]) for axis in AXES}
-    if "partition" not in given or not can_split_again(members, given["partition"]) or is_started_outside(saved.on):
+    partition = given.get("partition", members["partition"])
+    if given.keys().isdisjoint(MAY_DIFFER) or not can_split_again(members, partition) or is_started_outside(saved.on):
         return {}
-    copies, parts = has["workers"] // parts_of(make(members["partition"])), parts_of(make(given["partition"]))
-    workers = copies * parts
-    asked = given.get("workers", workers)
+    parts, copies = parts_of(make(partition)), has["workers"] // parts_of(make(members["partition"]))
+    workers = given.get("workers", copies * parts)
+    sizes = {name: wrong[name] for name in SIZES if name in wrong}
     kept, uniform = has["cluster"], Cluster.uniform(has["workers"])
     described = kept is not None and kept.to_yaml() != uniform.to_yaml()
-    if asked != workers or (described and workers != has["workers"]):
+    if not isinstance(workers, int) or (sizes and workers == copies * parts):
         return {}
-    return {"partition": given["partition"], "workers": workers}
+    if described and workers != has["workers"]:
+        return {}
+    if "batch_size" in sizes:
+        sizes = {"batch_sizes": (), **sizes}
+    return {"partition": partition, "workers": workers, **sizes}
 
 
 def cluster_of(folder: Path) -> Cluster | None:
@@ -217,121 +219,3 @@ def _named(options: Mapping[str, Any]) -> Iterator[str]:
 
 def _sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-BUFFERS = "buffers"
-MAY_DIFFER = ("partition", "workers")
-"""The fields of a run in which one that splits its model anew may differ."""
-
-
-def can_split_again(members: Mapping[str, str], partition: str) -> bool:
-    """Whether runs of a strategy go on with another `partition` from the same state of the model."""
-    if (members["sync"].partition(":")[0], members["codec"]) != ("bsp", "fp32"):
-        return False
-    if members["topology"].partition(":")[0] != "collective":
-        return False
-    return all(_one_version(each) for each in (members["partition"], partition))
-
-
-def _one_version(partition: str) -> bool:
-    """Whether the workers of one copy of the model have its parameters after the same update."""
-    try:
-        pipeline = pipeline_of(make(partition, "partition"))
-    except StrategyError:
-        return False
-    return pipeline is None or pipeline.flushes
-
-
-def is_split_otherwise(found: Checkpoint, origin: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint is of another split of the same model, by as many copies of it."""
-    with fitting("run"):
-        wrote = dict(found.parts["run"].plain.get("origin", origin))
-    if wrote == origin or any(wrote.get(name) != origin[name] for name in origin.keys() - set(MAY_DIFFER)):
-        return False
-    copies = {each["workers"] / parts_of(make(each["partition"], "partition")) for each in (wrote, origin)}
-    return len(copies) == 1 and can_split_again(origin, wrote["partition"])
-
-
-def split_again(found: Checkpoint, setup: Setup) -> Parts:
-    """The parts of a checkpoint for the workers of `setup`."""
-    with fitting("run"):
-        run = found.parts["run"]
-        origin = run.plain["origin"]
-        if run.plain.get("finished") or run.plain.get("retired"):
-            raise CheckpointError(
-                f"the checkpoint of step {found.step} has workers that are done, so it cannot be split again: resume "
-                f"it with partition={origin['partition']}."
-            )
-        strategy = Strategy.of(**{name: origin[name] for name in ("sync", "topology", "codec", "partition")})
-        workers = int(origin["workers"])
-        old = replace(setup, strategy=strategy, workers=workers, machines=(0,) * workers, devices=())
-        parts: Parts = {}
-        for copy in range(setup.workers // setup.parts):
-            held = range(copy * old.parts, (copy + 1) * old.parts)
-            states = [found.parts[f"worker-{number}"] for number in held]
-            for part, state in enumerate(_cut(setup, _joined(old, states), states)):
-                parts[f"worker-{copy * setup.parts + part}"] = state
-        return {"run": State({}, _run(run.plain, old, setup))} | parts
-
-
-def _joined(old: Setup, states: Sequence[State]) -> dict[str, torch.Tensor]:
-    """The tensors of the whole model, by name, from the states of the workers of one copy of it."""
-    if old.stages is None:
-        return states[0].tensors
-    layout = old.stages.layout
-    flat = [name for name in states[0].tensors if name != BUFFERS]
-    found = {name: layout.joined([state.tensors[name] for state in states]) for name in flat}
-    if BUFFERS in states[0].tensors:
-        replicas = {part: module.replica for part, module in enumerate(old.stages.modules)}
-        found[BUFFERS] = layout.joined_buffers(
-            replicas, {part: state.tensors[BUFFERS] for part, state in enumerate(states)}
-        )
-    return found
-
-
-def _cut(new: Setup, whole: Mapping[str, torch.Tensor], states: Sequence[State]) -> list[State]:
-    """The states of the workers of one copy of the model. The first of them has the counts of the run."""
-    base, stages = states[0].plain, new.stages
-    found: list[State] = []
-    sampler = base["source"].get("sampler", base["source"])
-    for part in range(new.parts):
-        plain = dict(base)
-        if "counted" in base:
-            plain["counted"] = _sum([state.plain["counted"] for state in states], count=part == 0)
-            plain["time"] = _sum([state.plain["time"] for state in states], count=part == 0)
-        tensors = dict(whole)
-        if stages is None:
-            plain["source"] = sampler
-        else:
-            counts = StageCounts()
-            counts.staleness[0] = base["clock"]
-            plain["source"] = {"sampler": sampler, "counts": counts.plain()}
-            tensors = {name: stages.layout.part(part, each) for name, each in whole.items() if name != BUFFERS}
-            if BUFFERS in whole:
-                replica = stages.modules[part].replica
-                tensors[BUFFERS] = stages.layout.part_of_buffers(replica, part, whole[BUFFERS])
-        found.append(State(tensors, plain))
-    return found
-
-
-def _run(plain: Mapping[str, Any], old: Setup, new: Setup) -> dict[str, Any]:
-    """The values of a run, for its new workers."""
-    found = {**plain, "origin": new.origin}
-    if "at" in plain:  # in virtual time
-        clock = min(at for _, at in plain["at"])
-        found["at"] = [[number, clock] for number in range(new.workers)]
-        found["done"] = plain["done"] // old.parts * new.parts
-    if "progress" in plain:  # on processes
-        reports = plain["progress"]
-        found["progress"] = {}
-        for number in range(new.workers):
-            copy, part = divmod(number, new.parts)
-            held = [reports[f"worker {copy * old.parts + each}"] for each in range(old.parts)]
-            sent = sum(report["bytes"] for report in held)
-            found["progress"][f"worker {number}"] = {**held[0], "bytes": sent if part == 0 else 0}
-    return found
-
-
-def _sum(amounts: Sequence[Mapping[str, float]], *, count: bool) -> dict[str, float]:
-    """The sum of amounts by name; zeros unless they `count`."""
-    return {name: sum(each[name] for each in amounts) if count else 0 for name in amounts[0]}

@@ -79,9 +79,9 @@ class HostedServer:
             if self.coordinator is not None:
                 self.coordinator.restore(parts["coordinator"].plain)
 
-    def parts(self) -> Parts:
+    def parts(self) -> dict[str, State]:
         """The parts of a checkpoint that hold this server's state, by name."""
-        found: Parts = {f"shard-{self.number}": self.shard.state()}
+        found = {f"shard-{self.number}": self.shard.state()}
         if self.clock is not None:
             found[self.clock_part] = State({}, self.clock.state())
         if self.coordinator is not None:

@@ -18,7 +18,7 @@ from dure.job.initial_model import InitialModel, is_on_meta
 from dure.job.overlap import cut
 from dure.partition.blockwise import blockwise
 from dure.partition.cut import ANY, Speeds
-from dure.partition.mesh import pipeline_of, shared_of, zero_of
+from dure.partition.mesh import parts_of, pipeline_of, shared_of, zero_of
 from dure.partition.methods.zero import Zero, shard_group_size
 from dure.run.devices import CPU
 from dure.run.places import is_real, is_started_outside
@@ -165,8 +165,8 @@ class Setup:
     @cached_property
     def stages(self) -> Stages | None:
         """The stages of the run; None where every worker has the whole model."""
-        pipeline, config = pipeline_of(self.strategy.partition), self.config
-        shared = shared_of(self.strategy.partition)
+        partition, config = self.strategy.partition, self.config
+        pipeline, shared = pipeline_of(partition), shared_of(partition)
         if self.zero is not None and self.zero.stage == 3:
             pipeline = blockwise(self.job, self.replica, shared)
         if pipeline is None:
@@ -185,6 +185,7 @@ class Setup:
             device=self.device,
             speeds=self.speeds,
             of=lambda rank: self._of_rank[rank],
+            shard_ranks=1 if self.zero is None else shard_group_size(self.zero, self.machines[:: parts_of(partition)]),
         )
 
     @cached_property
@@ -258,7 +259,7 @@ class Setup:
         if self.stages is not None:
             return self.of_worker(0).shards
         units = [[each] for each in reversed(cut(self.replica))]
-        return Shards(units, shard_group_size(self.zero, self.machines))
+        return Shards(units, shard_group_size(self.zero, self.machines), frees_gradients=self.zero.stage == 2)
 
     @property
     def keeps_shards(self) -> bool:

@@ -68,8 +68,8 @@ class Stages:
     """A job's model over the stages of `pipeline`, for a run of `workers`. `whole` are the initial values of the model.
 
     Layers may be `shared`. `batch_sizes` holds the mini-batch size of each copy of the model. `of` gives the set-up of
-    the workers of a part. A `virtual` run needs the operations of each mini-batch, and has machines of these `speeds`.
-    Raises `UsageError` for a model that cannot be cut.
+    the workers of a part, and `shard_ranks` of them share one copy of it. A `virtual` run needs the operations of each
+    mini-batch, and has machines of these `speeds`. Raises `UsageError` for a model that cannot be cut.
     """
 
     job: Job
@@ -85,6 +85,7 @@ class Stages:
     device: str
     speeds: Speeds
     of: Callable[[int], StageSetup]
+    shard_ranks: int = 1
 
     @property
     def count(self) -> int:
@@ -94,7 +95,7 @@ class Stages:
     @cached_property
     def layout(self) -> StageLayout:
         """The model cut into its stages."""
-        return StageLayout(self.job, self.pipeline, self.whole.replica, self.speeds, self.shared)
+        return StageLayout(self.job, self.pipeline, self.whole.replica, self.speeds, self.shared, 1 / self.shard_ranks)
 
     @cached_property
     def modules(self) -> list[StageModule]:
@@ -143,13 +144,19 @@ class Stages:
 
     def names(self, part: int) -> Names:
         """The names of the workers and servers of one part among themselves."""
-        servers = self.of(part).topology.servers
-        return Names(
-            {
-                WORKER: range(part, self.workers, self.count),
-                SERVER: range(part * servers, (part + 1) * servers),
-            }
-        )
+        if part not in self._names:
+            servers = self.of(part).topology.servers
+            self._names[part] = Names(
+                {
+                    WORKER: range(part, self.workers, self.count),
+                    SERVER: range(part * servers, (part + 1) * servers),
+                }
+            )
+        return self._names[part]
+
+    @cached_property
+    def _names(self) -> dict[int, Names]:
+        return {}
 
     def workers_of(self, part: int) -> list[str]:
         """The workers of one part, by name, in the order of their pipelines."""

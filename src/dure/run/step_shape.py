@@ -11,6 +11,7 @@ import torch
 from dure.codec.fp32 import Float32
 from dure.core.deployment import SERVER
 from dure.core.devices import KERNEL, Device, device
+from dure.core.vectors import size
 from dure.job.job import PRECISIONS
 from dure.partition.backward import DeviceSpeed, by_operations, costs_of, even, stated
 from dure.runtime.virtual.accelerators import slowest_of
@@ -20,11 +21,15 @@ from dure.sync.bsp import BSP
 from dure.topology.collective.choice import Collective
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from dure.core.step_shape import StepShape
+    from dure.job.initial_model import InitialModel
     from dure.job.job import Job
     from dure.run.setup import Setup
     from dure.runtime.virtual.cluster import Cluster
     from dure.runtime.virtual.compute import Compute
+    from dure.runtime.virtual.network import Network
 
 
 def step_shape(setup: Setup, cluster: Cluster) -> StepShape:
@@ -33,30 +38,27 @@ def step_shape(setup: Setup, cluster: Cluster) -> StepShape:
     The job's seconds of blocks count first, then the operations of blocks where the workers are accelerators, then the
     share of backward that the cluster states.
     """
-    known, batch = setup.model.step_shapes, setup.batch_sizes[0]
+    batch = setup.batch_sizes[0]
     if setup.stages is not None and setup.stages.layout.costs is not None:
         batch = setup.job.own_batch_size  # the step of which parts count as shares
-    speed = (
-        speed_of(cluster, setup.job, setup.model.replica.params.dtype)
-        if cluster.accelerated or cluster.servers.overlap
-        else None
-    )
-    key = (batch, speed, cluster.backward)
-    if key not in known:
-        known[key] = _shape(setup, cluster, batch, speed)
-    found = known[key]
+    found = shape_of_whole(setup.job, setup.model, cluster, batch)
     if setup.stages is not None:  # a worker has a part of the model, and sums its gradient at the end
         return replace(found, tensors=())
     apart = set(setup.topology.apart)
     return replace(found, tensors=tuple(each for each in found.tensors if each.number not in apart)) if apart else found
 
 
-def _shape(setup: Setup, cluster: Cluster, batch: int, speed: DeviceSpeed | None) -> StepShape:
-    job, replica = setup.job, setup.model.replica
-    found = stated(job, replica)
-    if found is None and speed is not None:
-        found = by_operations(job, replica, batch, speed)
-    return even(job, replica, cluster.backward) if found is None else found
+def shape_of_whole(job: Job, model: InitialModel, cluster: Cluster, batch: int) -> StepShape:
+    """The shape of the steps of a whole model, of `batch` samples each."""
+    known, replica = model.step_shapes, model.replica
+    speed = speed_of(cluster, job, replica.params.dtype) if cluster.accelerated or cluster.servers.overlap else None
+    key = (batch, speed, cluster.backward)
+    if key not in known:
+        found = stated(job, replica)
+        if found is None and speed is not None:
+            found = by_operations(job, replica, batch, speed)
+        known[key] = even(job, replica, cluster.backward) if found is None else found
+    return known[key]
 
 
 def slowest(setup: Setup, cluster: Cluster) -> float:
@@ -102,6 +104,32 @@ def slices_of(setup: Setup, shape: StepShape) -> list[tuple[int, float]]:
         (stop - start, 1 - max(done[each.start] for each in layers if start <= each.start < stop))
         for start, stop in setup.topology.slice_ranges
     ]
+
+
+def delays_by_shards(setup: Setup, cluster: Cluster, network: Network) -> tuple[float, float]:
+    """The seconds by which forward and backward are longer where accelerators gather parameters meanwhile.
+
+    As with buckets of a gradient: nothing is computed at the start of a collective, and less while it is under way;
+    each tensor makes backward longer. Nothing is computed beside the first gather and the last scatter.
+    """
+    shards = setup.shards
+    if not (cluster.accelerated and setup.keeps_shards) or setup.stages is None or shards is None:
+        return 0.0, 0.0
+    engine, replica = cluster.engine_in_use, setup.of_worker(0).model.replica
+    alike, itemsize = setup.stages.workers_of(0), replica.params.element_size()
+    near, across = alike[: shards.ranks], alike[:: shards.ranks]
+
+    def lost(kind: str, numel: int, members: Sequence[str]) -> float:
+        if not numel or len(members) == 1:
+            return 0.0
+        seconds = network.cost(kind, numel * itemsize, members, itemsize).seconds
+        return seconds - max(0.0, seconds - engine.start) / (1.0 + engine.contention)
+
+    parts = [(size(unit), size([shards.cuts(number)[0]])) for number, unit in enumerate(shards.units)][1:]
+    gathers = [lost("all_gather", own, near) for _, own in parts]
+    scatters = [lost("reduce_scatter", unit, near) + lost("all_reduce", own, across) for unit, own in parts]
+    tensors = engine.rules.tensor * len(replica.layers)
+    return sum(gathers[1:]), sum(gathers[:-1]) + sum(scatters[1:]) + tensors
 
 
 USUAL = 16.0

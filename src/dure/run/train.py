@@ -32,8 +32,9 @@ from dure.run.outcome import Outcome, check_applied, machines_of, summary
 from dure.run.places import is_here, is_real, is_started_outside, launcher_of, takes_address
 from dure.run.prebuilt import Callbacks, Prebuilt, named, placed
 from dure.run.resolve import ENDLESS, resolve
-from dure.run.resume import CLUSTER, cluster_of, fingerprints, is_split_otherwise, resumed, split_again
+from dure.run.resume import CLUSTER, cluster_of, fingerprints, resumed
 from dure.run.setup import Setup
+from dure.run.split_again import is_split_otherwise, split_again
 from dure.run.strategy import AXES, Strategy, check_named, checked, member_text
 from dure.run.virtual import VirtualRun
 from dure.runtime.memory import check_memory, usable_memory
@@ -215,8 +216,7 @@ def _folder(setup: Setup) -> RunFolder | None:
         if damaged:
             log.warning("the run goes on from step %d; damaged checkpoints: %s.", newest.step, "; ".join(damaged))
         if is_split_otherwise(newest, setup.origin):
-            parts = split_again(newest, setup)
-            _save(config.resume / CHECKPOINTS, newest.step, parts)
+            split_again(newest, setup, config.resume / CHECKPOINTS)
             newest = checkpoint.load(config.resume / CHECKPOINTS)
         checkpoint.check_origin(newest, setup.origin)
         step = _reached(newest, config)

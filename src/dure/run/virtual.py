@@ -29,12 +29,12 @@ from dure.run.checkpoint import fitting
 from dure.run.history import RunCounts
 from dure.run.outcome import Outcome, Totals, count_stages, figures_of
 from dure.run.servers import build_server
-from dure.run.step_shape import completed_variables, referred, slices_of, slowest, step_shape
+from dure.run.step_shape import completed_variables, delays_by_shards, referred, slices_of, slowest, step_shape
 from dure.run.strategy import codec_name
 from dure.run.virtual_companions import VirtualCompanions
 from dure.run.virtual_history import VirtualHistory, VirtualModel
 from dure.run.virtual_membership import Attendance, ClusterEvents
-from dure.run.workers import build_worker, restore_worker, work_through
+from dure.run.workers import build_worker, restore_worker, state_of_worker, work_through
 from dure.runtime.virtual.network import Network
 from dure.runtime.virtual.runtime import VirtualRuntime
 from dure.sync import lifecycle
@@ -176,7 +176,7 @@ class VirtualSegment:
             kept=plain.get("companions"),
         )
         self.model = VirtualModel(setup, self.servers, self.workers, self.attendance, parts)
-        self.history = self._history()
+        self.history = self._history(plain.get("missing", 0))
         try:
             self._build(parts)
         except DureError:
@@ -212,7 +212,7 @@ class VirtualSegment:
         hosts = run.cluster.placed(setup.deployment.places())
         shape = step_shape(setup, run.cluster)
         weights = np.random.default_rng((setup.config.seeded, self.checkpoint_step, WEIGHTS_STREAM))
-        return VirtualRuntime(
+        runtime = VirtualRuntime(
             run.cluster,
             lambda kernel: Network(
                 run.cluster, kernel, hosts, weights, getattr(setup.strategy.topology, "algorithm", "engine")
@@ -229,8 +229,10 @@ class VirtualSegment:
             together=setup.strategy.pushes_together,
             completed=completed_variables(setup, run.cluster, shape),
         )
+        runtime.delays = delays_by_shards(setup, run.cluster, runtime.network)
+        return runtime
 
-    def _history(self) -> VirtualHistory:
+    def _history(self, missing: int) -> VirtualHistory:
         run, counts, attendance = self.whole, self.totals.counts, self.attendance
         now = RunCounts(
             seconds=lambda: self.runtime.kernel.now,
@@ -242,7 +244,7 @@ class VirtualSegment:
         found = VirtualHistory(
             self.setup, run.callbacks, now, more, model=self.model, attendance=attendance, grader=run.evaluator
         )
-        found.restore(run.history)
+        found.restore(run.history, missing)
         return found
 
     def _events(self, *, resumed: bool) -> ClusterEvents:
@@ -320,7 +322,7 @@ class VirtualSegment:
         worker.boundary = self._boundary
         worker.on_step, worker.on_abort, worker.on_boundary = self._callbacks
         buffers = worker.buffers
-        part = restore_worker(worker, parts or {})
+        part = restore_worker(self.setup, worker, parts or {})
         if part is not None:
             with fitting(f"worker-{rank}"):
                 self.durations[rank].skip(part.plain["drawn"])
@@ -499,17 +501,18 @@ class VirtualSegment:
             "checkpoint": self.checkpoint_step,
             "companions": self.companions.plain(),
             "history": self.whole.history,
+            "missing": self.history.missing,
             "origin": self.setup.origin,
         }
-        parts: Parts = {"run": State({}, run)} | retired
+        parts = {"run": State({}, run), **retired}
         for rank, worker in self.workers.items():
             if self.attendance.works(rank):
-                state = lifecycle.state(worker).cloned()
+                state = state_of_worker(worker).cloned()
                 state.plain["drawn"] = self.durations[rank].drawn
                 parts[f"worker-{rank}"] = state
         for server in self.servers:
             parts |= server.parts()
-        return parts | self.companions.parts()
+        return {**parts, **self.companions.parts()}
 
     def outcome(self) -> Outcome:
         """The outcome of the run."""

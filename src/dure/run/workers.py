@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from dure.core.node import EndOfWork
+from dure.core.node import EndOfWork, Ghost
+from dure.core.state import State
 from dure.core.vectors import gather
 from dure.errors import Evicted
 from dure.job.optimizer import Clipped, FlatOptimizer, RangesOptimizer, restrict
 from dure.partition.source import StageSource
-from dure.run.checkpoint import fitting
+from dure.run.checkpoint import fitting, tensor_of
 from dure.sync import lifecycle
 from dure.sync.worker import Worker
 from dure.sync.worker_state import WorkerState
@@ -25,12 +26,14 @@ if TYPE_CHECKING:
     from dure.core.meter import Meter
     from dure.core.node import Group, Node
     from dure.core.shards import ShardedGroup, Shards
-    from dure.core.state import State
     from dure.job.gradient import GradientSource, LocalOptimizer
     from dure.run.checkpoint import Parts
     from dure.run.setup import Setup
     from dure.sync.base import Sync
     from dure.topology.parameter_server.client import ServerClient
+
+PARAMS, BUFFERS, SHARD = "params", "buffers", "shard"
+"""Names of tensors, and of a plain value, in the part of a worker in a checkpoint."""
 
 
 def build_worker(run: Setup, node: Node, number: int, meter: Meter, *, start: int = 0, steps: int = 0) -> WorkerState:
@@ -123,7 +126,23 @@ def _optimizer(setup: Setup, *, clips: bool) -> LocalOptimizer:
     return rule if spec.clip is None or not clips else Clipped(rule, spec.clip)
 
 
-def restore_worker(worker: WorkerState, parts: Parts) -> State | None:
+def state_of_worker(worker: WorkerState) -> State:
+    """The part of a worker in a checkpoint; of a worker that holds a shard, only its own ranges of vectors.
+
+    Groups of workers that share a copy hold the same shards. Only the first of them has tensors of shards in its parts.
+    """
+    state, sharded = lifecycle.state(worker), worker.sessions.sharded
+    if sharded is None:
+        return state
+    place, tensors = sharded.groups.place, state.tensors
+    if worker.rank >= sharded.shards.ranks:
+        tensors = {name: tensors[name] for name in tensors if name == BUFFERS}
+    elif PARAMS in tensors and sharded.whole:
+        tensors = tensors | {PARAMS: gather(tensors[PARAMS], sharded.own)}
+    return State(tensors, {**state.plain, SHARD: {"place": place, "ranks": sharded.shards.ranks}})
+
+
+def restore_worker(run: Setup, worker: WorkerState, parts: Parts) -> State | None:
     """Restore a worker from a checkpoint; its part, or None where the checkpoint has none for it.
 
     Raises `CheckpointError` where the part does not fit.
@@ -132,8 +151,24 @@ def restore_worker(worker: WorkerState, parts: Parts) -> State | None:
     part = parts.get(name)
     if part is not None:
         with fitting(name):
-            lifecycle.restore(worker, part)
+            lifecycle.restore(worker, _with_shard(run, worker, part, parts))
     return part
+
+
+def _with_shard(run: Setup, worker: WorkerState, part: State, parts: Parts) -> State:
+    """The part of a worker with the vectors that it goes on with; parameters are read from the parts of all shards."""
+    sharded = worker.sessions.sharded
+    if sharded is None or isinstance(worker.params, Ghost):
+        return part
+
+    names = [f"worker-{place * run.parts + worker.number % run.parts}" for place in range(sharded.shards.ranks)]
+    own = parts[names[sharded.groups.place]].tensors
+    tensors = {name: each for name, each in own.items() if name != BUFFERS}
+    tensors |= {name: each for name, each in part.tensors.items() if name == BUFFERS}
+    if sharded.whole:
+        whole = torch.empty_like(worker.params, device=own[PARAMS].device)
+        tensors[PARAMS] = sharded.shards.join((tensor_of(parts, name, PARAMS) for name in names), whole)
+    return State(tensors, part.plain)
 
 
 async def work_through(sync: Sync, worker: WorkerState, period: int = 1) -> None:

@@ -23,8 +23,9 @@ from torch import nn
 
 from dure.errors import UsageError
 from dure.job.replica import Replica
+from dure.partition.methods.zero import Zero
 from dure.partition.whole import Whole
-from dure.run.strategy import Strategy, catalogue, member_text, name_of
+from dure.run.strategy import Strategy, catalogue, member_text, name_of, resolved
 from dure.runtime.launch.monitor import RankMonitor
 from dure.runtime.launch.rendezvous import RankEnvironment, Rendezvous, credentials_of, met, place
 from dure.runtime.process.node import ProcessNode
@@ -40,6 +41,7 @@ from dure.user_loop.optimizer import UserOptimizer, check_free, check_step, unwr
 from dure.user_loop.peers import LoopCollectives
 from dure.user_loop.saved import model_text
 from dure.user_loop.servers import LoopServers, name_of_run
+from dure.user_loop.shards import LoopShards
 from dure.user_loop.source import LoopSource
 
 if TYPE_CHECKING:
@@ -65,6 +67,7 @@ def attach(
     topology: Collective | ParameterServer | Gossip | str | None = None,
     codec: Codec | str | None = None,
     partition: Partition | str | None = None,
+    shard: Zero | str | None = None,
     batch_size: int = 1,
     frozen_after: float = 30.0,
     key_file: str | Path | None = None,
@@ -75,6 +78,8 @@ def attach(
 
     Every rank calls this in the same place, with the same model and optimizer; all start from rank 0's values. `sync`,
     `topology`, `codec` and `partition` are those of a `Strategy`; a partition is refused here, with other ways.
+    `shard="zero:stage=1"` has each rank keep the optimizer's state of its part of the model alone, and `"zero:stage=2"`
+    its part of the gradient alone; both under `bsp` over collectives, where parameters are whole at each rank.
     `batch_size` is this rank's weight in means, where ranks differ. The optimizer does not change a parameter without a
     gradient in this step; under `bsp` over collectives, without one at any rank. Where servers step, such a gradient
     counts as zero. If a rank or a server sends no heartbeat for `frozen_after` seconds, the training of all ranks that
@@ -95,7 +100,7 @@ def attach(
         ReplicaError: the model cannot be laid out flat.
         PeerLost: another rank has failed before all were there.
     """
-    strategy = _chosen(sync, topology, codec, partition)
+    strategy = _chosen(sync, topology, codec, partition) if shard is None else _sharded(sync, topology, codec, shard)
     _check_numbers(batch_size, frozen_after)
     if buffers not in get_args(BufferRule):
         raise UsageError(f'buffers is "mean" or "rank0", got {buffers!r}. Leave it out for "mean".')
@@ -105,7 +110,7 @@ def attach(
     check_free(model, optimizer)
     check_step(optimizer)
     _check_values(model)
-    replica = Replica(model, keep_strides=True, marked=True)
+    replica = Replica(model, keep_strides=True, marked=shard is None)
     rendezvous = met(_place(), "attach", None if key_file is None else Path(key_file))
     caller = traceback.extract_stack(limit=2)[0]
     with ExitStack() as undo:
@@ -144,18 +149,48 @@ def _ties(
         return LoopServers(node, rendezvous, replica, strategy, optimizer, credentials)
     if isinstance(strategy.topology, Gossip):
         return LoopGossip(node, rendezvous, replica, strategy.topology)
+    if isinstance(strategy.partition, Zero):
+        return LoopShards(node, rendezvous, replica, strategy, optimizer)
     return LoopCollectives(node, rendezvous, replica, strategy, optimizer.missing.unused)
 
 
 def _chosen(sync: Any, topology: Any, codec: Codec | str | None, partition: Partition | str | None) -> Strategy:
     """The strategy of these members. Raises `UsageError` for one that runs with `dure.train` only."""
     strategy = Strategy.of(sync, topology, codec, partition)
+    if isinstance(strategy.partition, Zero):
+        text = member_text("partition", strategy.partition)
+        raise UsageError(f'dure.attach has the whole model at every rank: write shard="{text}" in place of partition.')
     if not isinstance(strategy.partition, Whole):
         raise UsageError(
             f"dure.attach has the whole model at every rank, and {member_text('partition', strategy.partition)} gives "
             "a rank a part of it. Describe the training as a dure.Job and call dure.train(job, partition=...), or "
             "split the model in the loop itself, as torch.distributed.pipelining does."
         )
+    _check_strategy(strategy)
+    return strategy
+
+
+def _sharded(sync: Any, topology: Any, codec: Codec | str | None, shard: Zero | str) -> Strategy:
+    """The strategy of these members, with `shard` as its partition. Raises `UsageError` where a loop cannot shard."""
+    zero = resolved("partition", shard)
+    if not isinstance(zero, Zero):
+        raise UsageError(
+            f'shard is "zero:stage=1" or "zero:stage=2", got {member_text("partition", zero)}: other partitions run '
+            "with dure.train(job, partition=...)."
+        )
+    if zero.stage == 3:
+        raise UsageError(
+            "zero:stage=3 gathers and frees the parameters of each block in forward and backward, and dure.attach has "
+            'them whole at every rank. Write shard="zero:stage=2"; or shard the model by fully_shard of '
+            "torch.distributed.fsdp, without dure.attach; or describe the training as a dure.Job and call "
+            'dure.train(job, partition="zero:stage=3").'
+        )
+    if zero.within is not None:
+        raise UsageError(
+            f"within={zero.within} makes shard groups of some ranks, and dure.attach shards over all ranks: leave it "
+            'out, or call dure.train(job, partition="zero:...,within=...").'
+        )
+    strategy = Strategy.of(sync, topology, codec, zero)
     _check_strategy(strategy)
     return strategy
 

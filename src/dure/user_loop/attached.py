@@ -26,6 +26,7 @@ import torch
 from dure.core.node import EndOfWork, Suspend
 from dure.core.text import log
 from dure.errors import DureError, PeerLost, ReplicaError, UsageError
+from dure.partition.mesh import zero_of
 from dure.run.strategy import member_text
 from dure.sync.base import traits_of
 from dure.sync.worker import Worker
@@ -33,6 +34,7 @@ from dure.sync.worker_state import WorkerState
 from dure.user_loop import saved
 from dure.user_loop.checks import GradientCheck, ModelCheck, check_unwrapped, raised, sums_of_runs
 from dure.user_loop.optimizer import RoutedOptimizer
+from dure.user_loop.shards import ShardedExchange, check_unscaled
 from dure.user_loop.source import REMEDY, EpochSampler, share_of
 
 if TYPE_CHECKING:
@@ -93,6 +95,7 @@ class Attached:
         self.routed_optimizer = RoutedOptimizer(optimizer.optimizer, self._step, self.zero_grad)
         """An optimizer whose `step()` is `step` of this object, for a trainer that steps by itself. Schedulers keep the
         user's optimizer. A gradient scaler may step it: `scaler.step(routed_optimizer)`."""
+        self._is_sharded = zero_of(strategy.partition) is not None
         self._check = GradientCheck(self._node, replica, (optimizer.optimizer, self.routed_optimizer))
         self._model_check = ModelCheck(replica, ties.undone_at)
         self._lifetime = lifetime = Lifetime(rendezvous, optimizer, worker, ties, monitor)
@@ -169,6 +172,9 @@ class Attached:
         if not self._may("step"):
             return False
         with self._lifetime.guarded():
+            if self._is_sharded and scaler is not None:
+                check_unscaled(scaler)
+                scaler = None
             if scaler is not None:
                 self._check.begin(scaler, stepped)
             self._optimizer.missing.look(self.clock, exchanged=self._source.is_exchanged)
@@ -185,6 +191,21 @@ class Attached:
                 skipping = self._check.skips(scaler, known)
             self._advance(skipping=skipping)
             return True
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Limit the norm of the next step's gradient to `max_norm`; returns the norm before, a tensor of one number.
+
+        As `torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)`, which cannot be used with shards: each rank
+        has a part of the mean there, and all clip it by the norm of the whole. All ranks call it, after the last
+        backward of the step.
+        """
+        if not self._may("clip_grad_norm_"):
+            return torch.zeros(())
+        exchange = self._source.exchanged
+        if not isinstance(exchange, ShardedExchange):
+            return torch.nn.utils.clip_grad_norm_(self._replica.parameters, max_norm)
+        with self._lifetime.guarded():
+            return exchange.clip(max_norm) if self._ties.intend("step") else torch.zeros(())
 
     def skip(self) -> bool:
         """Make a step without a gradient: the clock advances, and this rank contributes zero.
@@ -384,7 +405,8 @@ class Attached:
         unused = self._optimizer.missing.unused() if self._source.exchanged is None else self._source.exchanged.unused
         self._optimizer.begin_step(unused, pausing=skipping)
         rates = self._worker.lr = self._ties.rates()  # read before the method goes on: rates travel with this update
-        self._worker.pausing = skipping and rates is not None  # where servers step by the user's rule
+        # Where servers step by the user's rule. Ranks with shards all step, and gather, so that no rank waits.
+        self._worker.pausing = skipping and rates is not None and self._worker.over_servers
         self._source.give()
         self._role.go()
         if self._shares_buffers:

@@ -104,7 +104,7 @@ def _living() -> Iterator[DistributedDataParallel]:
 
 def _advice(name: str, wrapper: str) -> str:
     if wrapper == "fully_shard":
-        return "Attach the module before it is sharded"
+        return 'Attach the module before it is sharded, where shard="zero:stage=2" of dure.attach shards it'
     inside = f"model.{name}.module" if name else "model.module"
     return f"Attach the module inside ({inside})" if not name else f"Put the module inside ({inside}) in its place"
 
@@ -177,7 +177,7 @@ class GradientCheck:
         Raises `Quarantined` if those of several steps in a row do.
         """
         rank, exchange = self._node.rank, source.exchange if source.wants_mean else None
-        refused = not all_finite(self._replica.grads)
+        refused = not (all_finite(self._replica.grads) if exchange is None else exchange.is_finite)
         self._refused = self._refused + 1 if refused else 0
         if exchange is not None:
             exchange.examines = refused
@@ -225,7 +225,7 @@ class MissingGradient:
 
     def look(self, clock: int, *, exchanged: bool) -> None:
         """Look at the gradients before step `clock`; `exchanged`: they are the mean of all ranks already."""
-        if self._warned:
+        if self._warned or self._replica.hides_gradients:
             return
         groups = self._optimizer.param_groups
         gradients = [each.grad for group in groups for each in group["params"] if each.requires_grad]

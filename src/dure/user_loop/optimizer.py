@@ -1,10 +1,10 @@
 """The user's optimizer: its steps at this rank, or its rule where servers step in its place.
 
-At this rank every optimizer is possible that steps without a closure. A shard holds a slice of the model, so only
-element-wise rules can run on servers, and of those the ones that `TORCH_FORMS` of `dure.job.optimizer` lists, with the
-options that must be off. Each parameter group is a segment of the flat parameters with hyper-parameters of its own; its
-rate travels with every update. The servers hold the state of the rule, momentum and moments: it is neither saved nor
-loaded with the user's optimizer.
+At this rank every optimizer is possible that steps without a closure. A shard, of a server or of a rank, holds a slice
+of the model, so only element-wise rules can run on it (`FlatRule`), and of those the ones that `TORCH_FORMS` of
+`dure.job.optimizer` lists, with the options that must be off. Each parameter group is a segment of the flat parameters
+with hyper-parameters of its own; its rate counts at every step. The shards hold the state of the rule, momentum and
+moments: it is neither saved nor loaded with the user's optimizer.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import contextmanager
+from functools import partial
 from inspect import signature
 from itertools import chain
 from operator import is_
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -35,8 +36,28 @@ if TYPE_CHECKING:
     from dure.job.replica import Replica
 
 
-_WORKS = "SGD, SGD with momentum or nesterov, Adagrad, Adam and AdamW run on servers"
-_ELSE = 'Or use a method whose steps are local: sync="bsp" over collectives, or sync="averaging".'
+class RulePlace(NamedTuple):
+    """The words of errors for a place where a `FlatRule` steps: its holders, and the remedies."""
+
+    runs: str
+    holders: str
+    saved: str
+    otherwise: str
+
+
+_LISTED = "SGD, SGD with momentum or nesterov, Adagrad, Adam and AdamW run on"
+AT_SERVERS = RulePlace(
+    f"{_LISTED} servers",
+    "servers",
+    "load the model's state alone",
+    'Or use a method whose steps are local: sync="bsp" over collectives, or sync="averaging".',
+)
+AT_SHARDS = RulePlace(
+    f"{_LISTED} the shards of ranks",
+    "the shards of the ranks",
+    "load what replica.state_dict() gave at each rank",
+    "Or leave shard out: then each rank has the whole state, and every optimizer runs.",
+)
 
 
 class UserOptimizer:
@@ -52,7 +73,7 @@ class UserOptimizer:
     def __init__(self, optimizer: torch.optim.Optimizer, replica: Replica) -> None:
         _check_owner(optimizer, replica)
         self.optimizer = optimizer
-        self._pausing = False
+        self.pausing = False
         self._stepped = False
         self._replica = replica
         self._mine = False
@@ -76,7 +97,7 @@ class UserOptimizer:
     ) -> None:
         replica = self._replica
         self._stepped = True
-        if self._pausing:
+        if self.pausing:
             return
         if values is not replica.params:
             replica.load(values)
@@ -100,13 +121,13 @@ class UserOptimizer:
             self._members = now
 
     def begin_step(self, unused: Sequence[int], *, pausing: bool) -> None:
-        """A step of the user's loop begins; `pausing` makes `apply` do nothing in it."""
+        """A step of the user's loop begins; while `pausing`, nothing changes in it."""
         self.unused = unused
-        self._pausing = pausing
+        self.pausing = pausing
         self._stepped = False
 
     def end_step(self) -> None:
-        """If servers stepped in place of this optimizer, let schedulers see a step of it that changes nothing."""
+        """If shards stepped in place of this optimizer, let schedulers see a step of it that changes nothing."""
         if not self._stepped:
             self._step_without_gradients()
         self.missing.reset()
@@ -122,9 +143,9 @@ class UserOptimizer:
     def restore(self, state: State) -> None:
         """Do nothing: the user loads the state of the optimizer."""
 
-    def refuse_states(self) -> None:
-        """Refuse to load a state, apart from hyper-parameters, from now on: servers step, and would not use it."""
-        self._hooks.append(self.optimizer.register_load_state_dict_pre_hook(_refuse_state))
+    def refuse_states(self, place: RulePlace) -> None:
+        """Refuse to load a state, apart from hyper-parameters, from now on: shards step, and would not use it."""
+        self._hooks.append(self.optimizer.register_load_state_dict_pre_hook(partial(_refuse_state, place)))
 
     def close(self) -> None:
         """Permit the user's own calls of `step` again, and another attachment of the model."""
@@ -262,16 +283,17 @@ def _names(value: object) -> set[tuple[str, str]]:
     return {(kind.__module__.partition(".")[0], kind.__name__) for kind in type(value).__mro__}
 
 
-class ServerOptimizer:
-    """The user's optimizer as servers are to apply it. Raises `UsageError` where they cannot.
+class FlatRule:
+    """The user's optimizer as shards of the flat model are to apply it, at a `place`. Raises `UsageError` if none can.
 
     `spec` is the rule, `segments` its hyper-parameters by parameter group, `rates()` the present rate of each group.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, replica: Replica) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, replica: Replica, place: RulePlace = AT_SERVERS) -> None:
         self._optimizer = optimizer  # whose groups are others after a load_state_dict()
-        name, self._form = _form_of(optimizer)
-        _check_options(optimizer, self._form)
+        self._place = place
+        name, self._form = _form_of(optimizer, place)
+        _check_options(optimizer, self._form, place)
         self._fixed = [self._hyper_parameters(group) for group in optimizer.param_groups]
         self.spec = OptimizerSpec(name, **self._fixed[0])
         self.segments = self._segments(replica)
@@ -281,8 +303,8 @@ class ServerOptimizer:
         groups, before = self._optimizer.param_groups, len(self._fixed)
         if len(groups) != before:
             raise UsageError(
-                f"the optimizer has {len(groups)} parameter groups, and had {before} when it was attached: servers "
-                "have those. Add groups first, then attach."
+                f"the optimizer has {len(groups)} parameter groups, and had {before} when it was attached: "
+                f"{self._place.holders} have those. Add groups first, then attach."
             )
         for number, (group, fixed) in enumerate(zip(groups, self._fixed, strict=True)):
             now = self._hyper_parameters(group)
@@ -290,8 +312,9 @@ class ServerOptimizer:
             if changed:
                 name = changed[0]
                 raise UsageError(
-                    f"{name} of parameter group {number} went from {fixed[name]} to {now[name]}. Over servers only the "
-                    "rate may change while training; a OneCycleLR needs cycle_momentum=False."
+                    f"{name} of parameter group {number} went from {fixed[name]} to {now[name]}. On "
+                    f"{self._place.holders} only the rate may change while training; a OneCycleLR needs "
+                    "cycle_momentum=False."
                 )
         return [*(float(group["lr"]) for group in groups), 0.0]
 
@@ -313,23 +336,24 @@ class ServerOptimizer:
         return segments
 
 
-def _form_of(optimizer: torch.optim.Optimizer) -> tuple[str, TorchForm]:
+def _form_of(optimizer: torch.optim.Optimizer, place: RulePlace) -> tuple[str, TorchForm]:
     """The rule that equals the optimizer, by its name in `dure.job.optimizer`, and the form of that rule."""
     for name, form in TORCH_FORMS.items():
         if type(optimizer) is form.kind:
             return name, form
-    raise UsageError(f"{_WORKS}, element by element; {type(optimizer).__name__} does not. {_ELSE}")
+    raise UsageError(f"{place.runs}, element by element; {type(optimizer).__name__} does not. {place.otherwise}")
 
 
-def _check_options(optimizer: torch.optim.Optimizer, form: TorchForm) -> None:
+def _check_options(optimizer: torch.optim.Optimizer, form: TorchForm, place: RulePlace) -> None:
+    kind = type(optimizer).__name__
     for group in optimizer.param_groups:
         for name in form.off:
             if group.get(name):
-                raise UsageError(f"{_WORKS}, but not {type(optimizer).__name__} with {name}={group[name]}. {_ELSE}")
+                raise UsageError(f"{place.runs}, but not {kind} with {name}={group[name]}. {place.otherwise}")
     if any(map(_has_stepped, optimizer.state.values())):
         raise UsageError(
-            f"this {type(optimizer).__name__} has taken steps, and servers would start without its state. Attach with "
-            f"a fresh optimizer. {_ELSE}"
+            f"this {kind} has taken steps, and {place.holders} would start without its state. Attach with a fresh "
+            f"optimizer. {place.otherwise}"
         )
 
 
@@ -338,11 +362,11 @@ def _has_stepped(state: Mapping[str, Any]) -> bool:
     return float(state["step"]) > 0 if "step" in state else any(value is not None for value in state.values())
 
 
-def _refuse_state(optimizer: torch.optim.Optimizer, loaded: Mapping[str, Any]) -> None:
+def _refuse_state(place: RulePlace, optimizer: torch.optim.Optimizer, loaded: Mapping[str, Any]) -> None:
     if any(map(_has_stepped, loaded["state"].values())):
         raise UsageError(
-            f"this state holds what {type(optimizer).__name__} has gathered, and the servers that step in its place "
-            f"keep their own, which began with nothing: load the model's state alone. {_ELSE}"
+            f"this state holds what {type(optimizer).__name__} has gathered, and {place.holders}, which step in its "
+            f"place, keep their own, which began with nothing: {place.saved}. {place.otherwise}"
         )
 
 

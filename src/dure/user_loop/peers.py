@@ -124,8 +124,10 @@ class LoopCollectives:
         if self._engine.alone:
             return
         await begin_as_rank_0(group, worker, replica)
-        share = worker.share
-        source.exchange = Exchange(self._node, group, replica, share, failed, source.name, self._missing)
+        source.exchange = self._exchange(worker, failed, source.name)
+
+    def _exchange(self, worker: WorkerState, failed: Failed, name: str) -> Exchange:
+        return Exchange(self._node, self._group, self._replica, worker.share, failed, name, self._missing)
 
     @property
     def bytes_sent(self) -> int:
@@ -136,8 +138,9 @@ class LoopCollectives:
         """An empty table: there are no servers."""
         return {}
 
-    def rates(self) -> None:
-        """Nothing travels with updates: each rank's optimizer steps by itself."""
+    def rates(self) -> list[float] | None:
+        """None: each rank's optimizer steps by itself, at its own rates."""
+        return None
 
     def intend(self, mine: Intention) -> bool:
         """Agree with the other ranks on the next step; returns whether all go on. Ends the exchange of a gradient."""

@@ -4,6 +4,8 @@
 |------------------------------|-------------------------------------------------------------------------|
 | collectives, `bsp`           | the clock, and what a codec remembers at this rank; the loop saves the  |
 |                              | one model and the one optimizer. Without a codec, for any number of ranks |
+| collectives, `bsp` with      | the clock, and the optimizer's state of this rank's part of the model   |
+| shards                       |                                                                         |
 | collectives, other methods   | the replica, the state of the method, and the optimizer, of this rank   |
 | servers                      | refused: the servers have the state                                     |
 """
@@ -19,6 +21,7 @@ import torch
 
 from dure.core.state import State
 from dure.errors import UsageError
+from dure.partition.mesh import zero_of
 from dure.run.strategy import member_text
 from dure.sync import lifecycle
 from dure.sync.base import traits_of
@@ -64,6 +67,9 @@ def state_dict(
         "model": model_text(replica),
         "clock": worker.clock,
     }
+    if zero_of(strategy.partition) is not None:
+        shard = worker.optimizer.state().cloned()
+        return whole | ({"tensors": shard.tensors, "plain": shard.plain} if shard.tensors else {})
     if traits_of(strategy.sync).delivers == "replica":
         coded = lifecycle.state_of_codec(worker).cloned()
         return whole | ({"tensors": coded.tensors, "plain": coded.plain} if coded.tensors else {})
@@ -82,6 +88,7 @@ class RankState:
     """A state that fits a rank; `restore` sets the rank to it."""
 
     saved: Mapping[str, Any]
+    of_shard: bool = False
 
     @property
     def clock(self) -> int:
@@ -107,7 +114,9 @@ class RankState:
             optimizer.load_state_dict(self.saved["optimizer"])
             return
         worker.clock = worker.given = self.clock
-        if state.tensors:
+        if state.tensors and self.of_shard:
+            worker.optimizer.restore(state)
+        elif state.tensors:
             lifecycle.restore_codec(worker, state.to(worker.params.device))
 
 
@@ -136,17 +145,18 @@ def checked(
             f"this state has no {' and no '.join(missing)}, or a value of another type there. Load what "
             "replica.state_dict() gave, unchanged."
         )
-    _check_fits(state, worker, mine)
-    return RankState(state)
+    of_shard = zero_of(strategy.partition) is not None
+    _check_fits(state, worker, mine, "a part of the optimizer's state" if of_shard else "a replica of its own")
+    return RankState(state, of_shard)
 
 
-def _check_fits(state: Mapping[str, Any], worker: WorkerState, mine: dict[str, Any]) -> None:
+def _check_fits(state: Mapping[str, Any], worker: WorkerState, mine: dict[str, Any], held: str) -> None:
     if "tensors" in state:
         mine["rank"] = worker.rank
     if "tensors" in state and state["world_size"] != worker.world_size:
         raise UsageError(
             f"this state is of a training with {state['world_size']} ranks, and {worker.world_size} are attached: each "
-            f"has a replica of its own. Start {state['world_size']} ranks, or load the model alone and leave the state."
+            f"has {held}. Start {state['world_size']} ranks, or load the model alone and leave the state."
         )
     for name, value in mine.items():
         if state[name] != value:

@@ -43,7 +43,7 @@ from dure.topology.parameter_server.session import ServerSession
 from dure.topology.parameter_server.shard import Shard
 from dure.topology.parameter_server.staging import Corrections
 from dure.topology.parameter_server.topology import held_by
-from dure.user_loop.optimizer import ServerOptimizer
+from dure.user_loop.optimizer import AT_SERVERS, FlatRule
 
 if TYPE_CHECKING:
     from dure.codec.base import Codec
@@ -95,9 +95,9 @@ class LoopServers:
         self._ranges = held_by(topology, replica.layers, replica.numel)
         self._world_size = rendezvous.place.world_size
         self._side = ServerSide(sync, self._world_size, len(self._ranges))
-        self._rule = None if self._side.own_rule else ServerOptimizer(mine.optimizer, replica)
+        self._rule = None if self._side.own_rule else FlatRule(mine.optimizer, replica)
         if self._rule is not None:
-            mine.refuse_states()
+            mine.refuse_states(AT_SERVERS)
         pulls = self._rule is not None or traits_of(sync).delivers == "server"
         self.undone_at = ("step", "skip", "evaluation", "close") if pulls else ("close",)
         self._codec = None if isinstance(strategy.codec, Float32) else strategy.codec

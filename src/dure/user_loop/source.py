@@ -142,6 +142,8 @@ class LoopSource(StatelessSource):
         buffers = replica.buffers_flat() if self._has_buffers else None
         # A copy, as `grads` is zeroed after the step: the method may still send its gradient then.
         values = replica.grads if self.wants_mean else replica.grads.clone()
+        if self.exchanged is not None:
+            values = self.exchanged.mean
         self._answer().resolve(Gradient(values, 0.0, self.batch_size, buffers, checked=True))
 
     def end(self) -> None:
@@ -306,6 +308,16 @@ class Exchange:
         said = await self._group.all_gather(mine)
         return [rank for rank, each in zip(self._group.ranks, said, strict=True) if each.item()]
 
+    @property
+    def mean(self) -> torch.Tensor:
+        """The flat mean, or this rank's part of it, after an exchange."""
+        return self._replica.grads
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the mean holds neither NaN nor infinity."""
+        return all_finite(self.mean)
+
     def close(self) -> None:
         """Remove the hooks, and drop the operations: they keep the engine's connections open."""
         self._overlap.close()
@@ -337,7 +349,7 @@ class Exchange:
         self._said = self._agreement.start(mine, left_out=self.left_out)
         self.left_out = False
 
-    def _launch(self, part: torch.Tensor) -> Operation[Any]:
+    def _launch(self, part: torch.Tensor) -> Any:
         if self._coded is not None:
             return self._launch_coded(self._coded, part)
         if self.examines and not all_finite(part):
@@ -404,13 +416,17 @@ class Exchange:
         assert self._said is not None
         # Every rank starts the agreement first and then the slices from the last to the first, whatever its backward
         # did: collectives have no names, and match by their order alone.
-        operations: Sequence[Operation[Any]] = [self._said, *self._overlap.finish()]
+        operations: Sequence[Operation[Any]] = [self._said, *self._sent()]
         self._node.loop.run_until(self._node.spawn(_all(operations), f"{self._node.name} exchanging its gradient"))
         counts = self._agreement.read(self._said.result())
         self.going, self.skipped = counts.going_on, counts.all_skip
         if self.unused:  # at this rank; only then is a device asked for the marks of all
             said = self._replica.marks.tolist()
             self.unused = [index for index in self.unused if not said[index]]
+
+    def _sent(self) -> Sequence[Operation[Any]]:
+        """The exchanges of all slices, of which the last are launched here."""
+        return self._overlap.finish()
 
 
 async def _all(operations: Sequence[Operation[Any]]) -> None:

@@ -59,6 +59,14 @@ class StageFigures:
             found.append(StageSeconds(forward, backward, outputs=outputs, gradients=gradients, again=again))
         return found
 
+    def passes_of_chunks(self):
+        """The forward and the backward of each chunk at the slowest worker, where one worker has all."""
+        seconds, of_backward = max(self.seconds), self.transfers.cluster.backward
+        shares = [self.layout.pass_shares(stage, self.rows, self.batch) for stage in self.layout.stages_of(0)]
+        return [
+            (seconds * (1 - of_backward) * ahead.total, seconds * of_backward * back.total) for ahead, back in shares
+        ]
+
     def summed_over_ways(self, rank):
         """Seconds in which the workers that share a stage's layers sum the gradients of parameters that all have."""
         ways, layout = self.layout.ways, self.layout

@@ -13,6 +13,7 @@ The forms are those of `steps`, `exchanges` and `pipelines`; X is an exchange, c
     k-batch-async                    workers apart: computation, and X of K workers
     ad-psgd                          workers apart: computation alone, as exchanges are beside it
     partitions                       of a mini-batch, instead of c + X
+    zero                             `shards`
 
 Other methods, other topologies, votes, events of a cluster, and pipelines on one host have no form here, nor have
 pipelines with random steps. Traces have one where workers are apart, by their means.
@@ -26,11 +27,13 @@ from oracles.forms.durations import StepDuration, several, shared, slowest
 from oracles.forms.exchanges import Copies, exchange, over_servers
 from oracles.forms.messages import Flow, Transfers
 from oracles.forms.pipelines import mini_batch
+from oracles.forms.shards import Exchanges, agreed, blockwise, half_ring, sliced
 from oracles.forms.stages import StageFigures
 from oracles.forms.steps import Between, apart, overlapped, ring
 
 import dure
 from dure.core.deployment import SERVER, WORKER
+from dure.core.vectors import size
 from dure.run.setup import Setup
 from dure.runtime.virtual.cluster import Cluster
 from dure.runtime.virtual.network import paths_of
@@ -88,6 +91,8 @@ class StepFigures:
 
 def _synchronous(_sync, figures):
     setup, copies = figures.setup, figures.copies()
+    if setup.zero is not None:
+        return _sharded(figures, copies)
     if setup.stages is not None:
         return _partitioned(figures, 1)
     computed, topology = figures.slowest(), setup.strategy.topology
@@ -99,6 +104,34 @@ def _synchronous(_sync, figures):
         return overlapped(computed, figures.cluster.backward, slices)
     exchanged = exchange(copies)
     return None if exchanged is None else computed + exchanged
+
+
+def _sharded(figures, copies):
+    """The step of whole models, of whose state, gradient or parameters each worker has a shard."""
+    setup, cluster = figures.setup, figures.cluster
+    if setup.parts > 1 or (cluster.host is not None and setup.keeps_shards):
+        return None
+    ranks, computed = setup.shards.ranks, figures.slowest()
+    near, across = copies.places[:ranks], copies.places[::ranks]
+
+    def exchanges(nbytes):
+        parts = paths_of(cluster, near), paths_of(cluster, across)
+        own = -(-nbytes // ranks)
+        summed = ring(own, len(across), parts[1]) if len(across) > 1 else 0.0
+        return Exchanges(half_ring(nbytes, ranks, parts[0]), half_ring(nbytes, ranks, parts[0], adds=True), summed)
+
+    agreement = agreed(ranks, paths_of(cluster, near))
+    if not setup.keeps_shards:
+        paths = paths_of(cluster, near, gradient=True)
+        each = [(left, half_ring(n * copies.itemsize, ranks, paths, adds=True)) for n, left in setup.topology.slices]
+        return sliced(computed, cluster.backward, each, exchanges(copies.nbytes), agreement)
+    if not all(duration.constant for duration in figures.durations):
+        return None
+    parts = StageFigures(setup.stages, figures.transfers, setup.deployment.names(WORKER), figures.means)
+    root, *units = (exchanges(size(unit) * copies.itemsize) for unit in setup.shards.units)
+    if not setup.shards.units[0]:
+        root = Exchanges(0.0, 0.0)
+    return blockwise(parts.passes_of_chunks(), units, root, agreement)
 
 
 def _periodic(figures, period):

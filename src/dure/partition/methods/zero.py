@@ -25,10 +25,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 from dure.core.catalogue import parameter
+from dure.core.shards import SLICES_AT_ONCE, UNITS_AT_ONCE, Shards
+from dure.core.vectors import size
 from dure.errors import UsageError
+
+
+class ShardedMemory(NamedTuple):
+    """Elements that a worker with a shard keeps, by kind of memory; `optimizer`: of each vector of its state."""
+
+    weights: int
+    gradient: int
+    optimizer: int
+    messages: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +67,32 @@ class Zero:
                 "within=host"
             )
 
+    def keeps(self, shards: Shards) -> ShardedMemory:
+        """The most that a worker keeps at once of what `shards` divide.
+
+        | stage | weights      | gradient     | each vector | messages |
+        |-------|--------------|--------------|-------------|----------|
+        | 1     | P            | P + P/N      | P/N         | 2 u      |
+        | 2     | P            | P/N + 3 u    | P/N         | 2 u      |
+        | 3     | P/N + r + 2u | P/N + r + 2u | P/N         | u        |
+
+        P is all, u the largest unit; of several, the largest ones. A unit is a slice of the gradient, in stage 3 a
+        block of the model. Its first one, r, is what several blocks have: it is whole during a step. The parameters of
+        a block are gathered during the one before. Of the gradients, one is computed, and others are scattered.
+        Messages are the parts that come from the other ranks.
+        """
+        root, numels = 0, [size(unit) for unit in shards.units]
+        whole, own = sum(numels), shards.numels[0]
+        if shards.ranks == 1:
+            return ShardedMemory(whole, whole, whole, 0)
+        if self.stage == 3:
+            root, *numels = numels
+        numels.sort()
+        at_once = UNITS_AT_ONCE if self.stage == 3 else SLICES_AT_ONCE
+        messages, gradients = sum(numels[-at_once:]), root + sum(numels[-at_once - 1 :])
+        weights = own + root + sum(numels[-2:]) if self.stage == 3 else whole
+        return ShardedMemory(weights, own + (whole if self.stage == 1 else gradients), own, messages)
+
 
 def shard_group_size(zero: Zero, machines: Sequence[int]) -> int:
     """The ranks that share one copy of what `zero` shards, of workers on these `machines`.
@@ -71,6 +108,12 @@ def shard_group_size(zero: Zero, machines: Sequence[int]) -> int:
             raise UsageError(
                 f"within=host makes shard groups of the workers of each host, and the hosts have "
                 f"{', '.join(map(str, sizes))}. Use hosts with the same number of workers, or within=W."
+            )
+        if sizes[0] == 1 < workers:
+            raise UsageError(
+                f"within=host makes shard groups of the workers of each host, and each of the {workers} hosts has one "
+                "that holds this part of the model: nothing would be sharded. Leave within out, or put several workers "
+                "on each host."
             )
         return sizes[0]
     if workers % within:

@@ -63,6 +63,7 @@ class ProcessGroup:
         self._node = node
         self._engine = engine
         self._overlap: Overlap | None = None
+        self._own: torch.Tensor | None = None
         self.bytes_sent = 0
         self.bytes_received = 0
         self.messages = 0
@@ -81,7 +82,8 @@ class ProcessGroup:
     def reduce_scatter(self, tensor: torch.Tensor) -> Operation[torch.Tensor]:
         self._count("reduce_scatter", tensor)
         scatter = self._scatter(tensor)
-        return self._start("the others' reduce_scatter", scatter.works, scatter.sum, tensor)
+        own = tensor.new_empty(scatter.own)
+        return self._start("the others' reduce_scatter", scatter.works, lambda: scatter.sum_into(own), tensor)
 
     def gather(self, whole: torch.Tensor, held: Sequence[Sequence[Range]]) -> Operation[torch.Tensor]:
         self._count("all_gather", whole[: size(list(held[self._place]))])
@@ -108,11 +110,13 @@ class ProcessGroup:
         gradient_engine = self._node.gradient_engine
         assert gradient_engine is not None
         if self._overlap is None:
+            if shards is not None and shards.frees_gradients:
+                gradient_engine.replica.drop_gradients()
             self._overlap = Overlap(gradient_engine.replica, without={*gradient_engine.tables, *gradient_engine.whole})
         started, kind = self._node.now(), "all_reduce" if shards is None else "reduce_scatter"
-        scatters = Scatters(self._scatter)
+        scatters = None if shards is None else self.scatters(shards, self._overlap.replica.params)
         self._overlap.replica.zero_grad()
-        self._overlap.arm(self._reduce if shards is None else scatters.begin)
+        self._overlap.arm(self._reduce if scatters is None else scatters.begin)
         gradient = gradient_engine.backward(work, share)
         works = self._overlap.finish()
         computed = self._node.now()
@@ -122,12 +126,38 @@ class ProcessGroup:
 
         def finish() -> Gradient:
             self._node.meter.add("communicate", computed, self._node.now(), kind)
-            if shards is not None:
-                return gradient.with_values(scatters.parts())
+            if scatters is not None:
+                return gradient.part(scatters.parts(), keeps_local=gradient_engine.replica.keeps_gradients)
             return gradient if gradient.for_servers is None else gradient.with_values(gather(gradient.values, reduced))
 
-        works = works if shards is None else scatters.works
+        works = works if scatters is None else scatters.works
         return self._start("the group's mean gradient", works, finish, gradient.values)
+
+    def scatters(self, shards: Shards, like: torch.Tensor) -> Scatters:
+        """Reduce-scatters of a gradient's slices, the units of `shards`, for this member's part of their sum.
+
+        The part has the dtype and the device of `like`, and is valid until the next call.
+        """
+        numel = shards.numels[self._place]
+        if self._own is None or self._own.numel() != numel:
+            self._own = like.new_empty(numel)
+        return Scatters(self._scatter, self._wait_in_backward, self._own)
+
+    def parts(self, scatters: Scatters, whole: torch.Tensor) -> Operation[torch.Tensor]:
+        """This member's part of the sum, once all slices of a gradient as long as `whole` have begun."""
+        self._count("reduce_scatter", whole)
+        return self._start("the others' parts of a gradient", scatters.works, scatters.parts, whole)
+
+    def _wait_in_backward(self, work: Any) -> None:
+        """Wait for an operation of the engine outside of the loop. Raises `PeerLost`."""
+        if self._own is not None and self._own.device.type != "cpu":
+            work.wait(TIMEOUT)  # which orders the stream alone
+            return
+        try:
+            while not _has_ended(work, LOOK):
+                self._node.loop.check()
+        except RuntimeError as error:
+            raise lost_rank(self._node.name, "the others' part of a gradient", error) from error
 
     def _reduce(self, tensor: torch.Tensor) -> Any:
         return dist.all_reduce(tensor, group=self._engine, async_op=True)

@@ -15,16 +15,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dure.core.shards import SLICES_AT_ONCE
 from dure.core.vectors import Range, equal_ranges
-
-IN_FLIGHT = 2
-"""Slices of a gradient that are under way at once. Each takes memory for the parts of the other ranks."""
 
 
 class Scatter:
     """A reduce-scatter of `whole` that has begun: the parts of `size` ranks are those of `equal_ranges`.
 
-    `whole` may be changed once `works` have ended and `sum` was called.
+    `whole` may be changed once `works` have ended.
     """
 
     def __init__(self, engine: dist.ProcessGroup | None, place: int, size: int, whole: torch.Tensor) -> None:
@@ -37,28 +35,36 @@ class Scatter:
         else:
             self._parts, parts = whole.new_empty(own), [whole[start:stop] for start, stop in cuts]
             work = dist.reduce_scatter(self._parts, parts, group=engine, async_op=True)
-        self._own = own
+        self.own = own
+        """The elements of the own part."""
         self.works: list[Any] = [work]
 
-    def sum(self) -> torch.Tensor:
-        """The own part of the sum, once the works have ended."""
-        total = self._parts[: self._own]
-        for start in range(self._own, self._parts.numel(), max(self._own, 1)):
-            total += self._parts[start : start + self._own]
-        return total
+    def sum_into(self, out: torch.Tensor) -> torch.Tensor:
+        """Write the own part of the sum to `out`, once the works have ended, and return it."""
+        out.copy_(self._parts[: self.own])
+        for start in range(self.own, self._parts.numel(), max(self.own, 1)):
+            out += self._parts[start : start + self.own]
+        return out
 
 
 class Scatters:
-    """The reduce-scatters of a gradient's slices, from the last slice to the first."""
+    """The reduce-scatters of a gradient's slices, from the last slice to the first.
 
-    def __init__(self, scatter: Callable[[torch.Tensor], Scatter]) -> None:
+    The sums fill `own`, in the order of the flat gradient. `wait` waits for an operation of the engine.
+    """
+
+    def __init__(
+        self, scatter: Callable[[torch.Tensor], Scatter], wait: Callable[[Any], None], own: torch.Tensor
+    ) -> None:
         self._scatter = scatter
+        self._wait = wait
         self._under_way: deque[Scatter] = deque()
-        self._sums: list[torch.Tensor] = []
+        self._own = own
+        self._start = own.numel()
 
     def begin(self, part: torch.Tensor) -> None:
         """Begin with a slice. Waits for an earlier one where too many are under way."""
-        while len(self._under_way) >= IN_FLIGHT:
+        while len(self._under_way) >= SLICES_AT_ONCE:
             self._end_first()
         self._under_way.append(self._scatter(part))
 
@@ -68,16 +74,17 @@ class Scatters:
         return [work for scatter in self._under_way for work in scatter.works]
 
     def parts(self) -> torch.Tensor:
-        """The own part of each slice, in the order of the flat gradient, once the works have ended."""
+        """The own part of the whole gradient, once the works have ended: `own`."""
         while self._under_way:
             self._end_first()
-        return torch.cat(self._sums[::-1])
+        return self._own
 
     def _end_first(self) -> None:
         scatter = self._under_way.popleft()
         for work in scatter.works:
-            work.wait()
-        self._sums.append(scatter.sum())
+            self._wait(work)
+        self._start -= scatter.own
+        scatter.sum_into(self._own[self._start : self._start + scatter.own])
 
 
 def gathering(

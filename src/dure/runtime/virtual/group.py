@@ -85,8 +85,8 @@ class CollectiveRounds:
         self.runtime = runtime
         self.ranks = ranks
         self._indices = [runtime.network.node(f"worker {rank}") for rank in ranks]
-        self._places = [place for place, rank in enumerate(ranks) if f"worker {rank}" in runtime.nodes]
-        self.present = [ranks[place] for place in self._places]
+        self.places = [place for place, rank in enumerate(ranks) if f"worker {rank}" in runtime.nodes]
+        self.present = [ranks[place] for place in self.places]
         self.names = [f"worker {rank}" for rank in self.present]
         self._costs: dict[tuple[str, int, int, bool], Cost | LeveledCost] = {}
         self.rounds: dict[int, Round] = {}
@@ -148,7 +148,7 @@ class CollectiveRounds:
         cost = self.cost(kind, nbytes, itemsize)
         self.runtime.network.count(cost, self._indices)
         if nbytes:
-            for name, place in zip(self.names, self._places, strict=True):
+            for name, place in zip(self.names, self.places, strict=True):
                 node = self.runtime.nodes[name]
                 node.payload_sent += cost.sent[place]
                 node.payload_received += cost.received[place]
@@ -193,8 +193,9 @@ class VirtualGroup:
 
     def reduce_scatter(self, tensor: torch.Tensor) -> Operation[torch.Tensor]:
         def share(values: list[torch.Tensor]) -> list[torch.Tensor]:
-            result = total(values)
-            return [result[start:stop].clone() for start, stop in equal_ranges(result.numel(), len(values))]
+            result, rounds = total(values), self.collective_rounds
+            cuts = equal_ranges(result.numel(), len(rounds.ranks))
+            return [result[cuts[place][0] : cuts[place][1]].clone() for place in rounds.places]
 
         return self._collective("reduce_scatter", tensor, share, nbytes=tensor.nbytes)
 
@@ -207,8 +208,7 @@ class VirtualGroup:
                     value[start:stop] = other[start:stop]
             return values
 
-        largest = max(size(list(ranges)) for ranges in held)
-        return self._collective("all_gather", whole, share, nbytes=largest * _itemsize(whole))
+        return self._collective("all_gather", whole, share, nbytes=size(list(held[0])) * _itemsize(whole))
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Operation[torch.Tensor]:
         position = self.collective_rounds.present.index(root)
@@ -297,7 +297,8 @@ class VirtualGroup:
             checked = not isinstance(mean, Ghost) and all_finite(mean)  # once for all members
             for place, (operation, gradient) in enumerate(order):
                 if round_.shards is not None:
-                    operation.resolve(gradient.with_values(_part(mean, round_.shards, place)))
+                    part = _part(mean, round_.shards, place)
+                    operation.resolve(gradient.part(part, keeps_local=not round_.shards.frees_gradients))
                     continue
                 gradient.values.copy_(mean)
                 gradient.checked = checked
@@ -335,7 +336,9 @@ class VirtualGroup:
         def seconds(nbytes: int) -> float:
             return rounds.cost(kind, nbytes, itemsize, gradient=True).seconds
 
-        return end_of_step(shape, computed, len(rounds.ranks), runtime.cluster.engine_in_use, itemsize, seconds)
+        ranks, engine = len(rounds.ranks), runtime.cluster.engine_in_use
+        updated = 1 / ranks if kind == "reduce_scatter" else 1.0
+        return end_of_step(shape, computed, ranks, engine, itemsize, seconds, updated=updated)
 
 
 def _part(mean: torch.Tensor, shards: Shards, place: int) -> torch.Tensor:

@@ -536,7 +536,8 @@ class VirtualRuntime:
     parts of a gradient that leave during backward, in order, as number of elements and share of backward still to do.
     Without slices a gradient leaves at the end of backward. `shape` is that of a step, whose tensors are those that an
     engine of accelerators sums. `slowest` multiplies the seconds of steps (`run.step_shape`). `variables`, `together`
-    and `completed` are those of `ServerSoftware`.
+    and `completed` are those of `ServerSoftware`. `delays` are the seconds by which a forward and a backward are longer
+    where they are portions, such as those of blocks whose parameters are gathered meanwhile.
     """
 
     def __init__(
@@ -559,6 +560,7 @@ class VirtualRuntime:
         self.cluster = cluster
         self.shape = shape or StepShape(cluster.backward, 0.0, ())
         self.slowest = slowest
+        self.delays = 0.0, 0.0
         self.codec = codec or CodecCost()
         self.slices = slices
         self.seed = seed
@@ -604,7 +606,8 @@ class VirtualRuntime:
                 step.seconds = self.durations[node.name].draw(step.flops) * self.slowest
             of_backward = self.shape.backward
             share = (1 - of_backward) * work.forward + of_backward * work.backward
-            return step.seconds * share * node.slowness
+            delay = self.delays[0] * work.forward + self.delays[1] * work.backward
+            return (step.seconds * share + delay) * node.slowness
         if isinstance(work, TimedWork) and work.seconds is not None:
             return self.durations[node.name].draw_about(work.seconds) * node.slowness
         flops = work.flops if isinstance(work, GradientWork | TimedWork) else 0.0

@@ -50,14 +50,13 @@ class ShardedSession(GroupSession):
         self.whole = whole
         self.shards = groups.shards
         self._clip = clip
-        self._held = [self.shards.of(rank) for rank in range(self.shards.ranks)]
         self._gather: Operation[torch.Tensor] | None = None
         self._across: Operation[torch.Tensor] | None = None
 
     @property
     def own(self) -> list[tuple[int, int]]:
         """The ranges of the flat vector that this worker holds."""
-        return self._held[self.groups.place]
+        return self.shards.held[self.groups.place]
 
     # ---- gradients
 
@@ -87,6 +86,8 @@ class ShardedSession(GroupSession):
             return gradient
         gradient.checked = math.isfinite(squares)
         if not gradient.checked:
+            if gradient.local is not None:
+                gradient.faulty = await self.ranks_at_fault(all_finite(gradient.local))
             gradient.values.fill_(math.nan)  # a part that is finite belongs to a gradient that is refused
         elif self._clip is not None:
             gradient.values *= clip_factor(math.sqrt(squares), self._clip)
@@ -105,7 +106,7 @@ class ShardedSession(GroupSession):
     def begin_gather(self, params: torch.Tensor) -> None:
         """Begin to gather the parameters, in place, of which each worker has stepped its part."""
         if self.whole:
-            self._gather = self.groups.near.gather(params, self._held)
+            self._gather = self.groups.near.gather(params, self.shards.held)
 
     async def gathered(self) -> None:
         """Wait until the parameters are whole."""
@@ -132,7 +133,7 @@ class ShardedSession(GroupSession):
         if not isinstance(params, Ghost):
             start, stop = cuts[self.groups.place]
             memory[start:stop] = params[self._places[unit] : self._places[unit + 1]]
-        return self.groups.near.gather(memory, [[cut] for cut in cuts])
+        return self.groups.near.gather(memory, self.shards.alone[unit])
 
     def scatter_unit(self, unit: int, gradient: torch.Tensor) -> Operation[torch.Tensor]:
         """Begin to sum the `gradient` of a unit over all members; the result is this worker's part."""
