@@ -23,6 +23,8 @@ activations a:
     stage 2   P + P / N            + V P / N + a     and the slices of the gradient that are under way
     stage 3   P / N + 2 b + P / N + b + V P / N + a
 
+`declared` is what dure itself holds against the memory of a machine (`dure.run.memory`); the percentages are over it.
+
 **Bytes.** Two processes or more, each in a namespace of its own. A step is charged the bytes that leave its interface,
 less 66 for each frame: 14 of Ethernet, 20 of IP, 32 of TCP with time stamps. Formula: (N - 1) / N P times 2, 2 and
 3 - b_last / P for the three stages, with b_last the bytes of the last block.
@@ -255,28 +257,32 @@ def memory(given: argparse.Namespace) -> list[dict[str, Any]]:
             here = with_size(given, size, workers=workers)
             shape = shape_of(setup_of(make_job(size, here.batch), 0, workers))
             figures = f"P {mb(shape.parameters)}, b {mb(shape.largest)}, a {mb(shape.activations)}"
-            print(f"{size}: {figures}; {workers} processes")
-            print(LINE.format("", "formula", "tensors", "", "resident", "", "built", "resident"))
+            print(f"{size}: {figures}; {workers} processes, windows of a mini-batch: {here.batch}")
+            print(LINE.format("", "formula", "declared", "tensors", "", "resident", "", "built", "resident"))
             for name, stage in [*((name_of(each), each) for each in given.stages), (FULLY_SHARD, None)]:
                 rows.append(line_of_memory(name, stage, shape, here))
     return rows
 
 
-LINE = "{:>20}{:>11}{:>11}{:>8}{:>11}{:>8}{:>11}{:>11}"
+LINE = "{:>20}{:>11}{:>11}{:>11}{:>8}{:>11}{:>8}{:>11}{:>11}"
 
 
 def line_of_memory(name: str, stage: int | None, shape: Shape, given: argparse.Namespace) -> dict[str, Any]:
     """Measure an arm twice, and print its line; the same as plain values."""
     here = argparse.Namespace(**{**vars(given), "name": name})
     tensors, resident = in_processes(measure_tensors, here), in_processes(measure_resident, here)
-    formula = shape.tensors(stage, given.workers) if stage is not None else None
-    over = ["" if formula is None else f"{each['peak'] / formula - 1:+.1%}" for each in (tensors, resident)]
+    formula = declared = None
+    if stage is not None:
+        formula = shape.tensors(stage, given.workers)
+        declared = memory_use(setup_of(make_job(given.size, given.batch), stage, given.workers), 0).total
+    over = ["" if declared is None else f"{each['peak'] / declared - 1:+.1%}" for each in (tensors, resident)]
     built = [mb(each["built"]) for each in (tensors, resident)]
-    expected = "" if formula is None else mb(formula)
-    print(LINE.format(name, expected, mb(tensors["peak"]), over[0], mb(resident["peak"]), over[1], *built), flush=True)
+    expected = ["" if each is None else mb(each) for each in (formula, declared)]
+    cells = [mb(tensors["peak"]), over[0], mb(resident["peak"]), over[1], *built]
+    print(LINE.format(name, *expected, *cells), flush=True)
     for nbytes, origin in tensors.pop("largest"):
         print(f"{mb(nbytes):>34}  {origin}")
-    return {"what": name, "size": given.size, "processes": given.workers, "formula": formula} | {
+    return {"what": name, "size": given.size, "processes": given.workers, "formula": formula, "declared": declared} | {
         "tensors": tensors,
         "resident": resident,
     }
