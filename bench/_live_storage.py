@@ -92,26 +92,33 @@ def _origin() -> str:
 
 
 class Resident:
-    """The resident memory of this process, and the most of it since `begin`, as the system counts both."""
+    """The resident memory of a process in bytes, this one by default, as Linux counts it."""
+
+    def __init__(self, pid: int | str = "self") -> None:
+        self._folder = Path(f"/proc/{pid}")
 
     def begin(self) -> None:
-        """Forget the most so far. Needs Linux."""
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+        """Forget the most so far."""
+        (self._folder / "clear_refs").write_text("5", encoding="ascii")
 
     @property
     def now(self) -> int:
-        """Bytes of the pages of this process that are in memory."""
-        return _of_status("VmRSS")
+        """The pages of the process that are in memory."""
+        return self._field("status", "VmRSS")
 
     @property
     def peak(self) -> int:
-        """The most bytes since `begin`."""
-        return _of_status("VmHWM")
+        """The most since `begin`, or since the process began."""
+        return self._field("status", "VmHWM")
 
+    @property
+    def share(self) -> int:
+        """The pages in memory, each divided by the number of processes that have it."""
+        return self._field("smaps_rollup", "Pss")
 
-def _of_status(name: str) -> int:
-    text = Path("/proc/self/status").read_text(encoding="ascii")
-    return int(text.partition(f"{name}:")[2].split()[0]) * 1024
+    def _field(self, file: str, name: str) -> int:
+        text = (self._folder / file).read_text(encoding="ascii")
+        return int(text.partition(f"{name}:")[2].split()[0]) * 1024
 
 
 def peak_of(live: LiveStorage, work: Callable[[], Any]) -> int:

@@ -13,11 +13,11 @@ same optimizer; at the end both sides of a pair must have the same parameters. F
 fully_shard between two network namespaces whose cards carry `--mbit`, if this is root and has `ip` and `tc`.
 
 **Memory.** Fresh processes for each line. `tensors` is the largest sum of the bytes of all storages that exist at once,
-taken after each operation of the steps, those of backward and of the optimizer included. `resident` is the growth of
-resident memory, at its highest during the steps, over the moment before the model was built; it comes from a run
-without that look. `built` has the same two while the model is built. Before all of it a tiny model trains, which loads
-the code. The formula, for P bytes of parameters, V vectors of the optimizer, N ranks, the largest block b and
-activations a:
+taken after each operation of the steps, those of backward and of the optimizer included; `built` is the same while the
+model is built. `resident` is the growth of resident memory of a worker of `dure train` at its highest, over that of a
+worker with a tiny model; `share` divides each page by the number of processes that have it, such as the fork server.
+Of the peer, it is the growth over the moment before the model was built, after a tiny model has trained. The formula,
+for P bytes of parameters, V vectors of the optimizer, N ranks, the largest block b and activations a:
 
     stage 1   P + P (1 + 1/N)      + V P / N + a
     stage 2   P + P / N            + V P / N + a     and the slices of the gradient that are under way
@@ -39,7 +39,9 @@ import json
 import statistics
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import torch
@@ -59,19 +61,21 @@ from _side_by_side import (
     take_turns,
     warm_up,
 )
+from _zero_job import SIZES, sized
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from dure.job.job import Job
-from dure.job.models.char_gpt import char_gpt
-from dure.job.optimizer import OptimizerSpec, vectors_of
+from dure.job.optimizer import vectors_of
 from dure.partition.blocks import blocks_of
 from dure.run.config import TrainConfig
 from dure.run.memory import memory_use
 from dure.run.prebuilt import Prebuilt
 from dure.run.resolve import resolve
 from dure.run.setup import Setup
+from dure.run.train import run
+from dure.runtime.launch.fork_server import ForkServer
 from dure_studies import namespaces
 
 DDP, FULLY_SHARD = "DistributedDataParallel", "fully_shard"
@@ -79,11 +83,10 @@ DDP, FULLY_SHARD = "DistributedDataParallel", "fully_shard"
 PEERS = {0: DDP, 1: DDP, 2: FULLY_SHARD, 3: FULLY_SHARD}
 """The peer of each stage, which keeps as much; 0 is `bsp` without shards."""
 
-SIZES = {"tiny": (32, 2, 2), "5M": (256, 6, 4), "50M": (512, 16, 8)}
-"""Width, layers and heads of the models."""
-
 HEADERS = 66
 """Bytes of a frame before its payload: Ethernet 14, IP 20, TCP 20 and its time stamps 12."""
+
+JOB_FILE = Path(__file__).with_name("_zero_job.py")
 
 STATISTICS = Path("/sys/class/net/eth0/statistics")
 
@@ -92,10 +95,7 @@ STATISTICS = Path("/sys/class/net/eth0/statistics")
 
 
 def make_job(size: str, batch: int) -> Job:
-    """`char-gpt` of that size with AdamW."""
-    width, layers, heads = SIZES[size]
-    job = char_gpt(width=width, layers=layers, heads=heads)
-    return job.adjusted(batch_size=batch, optimizer=OptimizerSpec("adamw", lr=1e-4, weight_decay=0.01))
+    return sized(size).adjusted(batch_size=batch)
 
 
 def setup_of(job: Job, stage: int, workers: int) -> Setup:
@@ -104,12 +104,16 @@ def setup_of(job: Job, stage: int, workers: int) -> Setup:
         job=job.name,
         sync="bsp",
         topology="collective",
-        partition=f"zero:stage={stage}" if stage else "none",
+        partition=partition_of(stage),
         on="local",
         workers=workers,
         steps=10**9,
     )
     return resolve(config, Prebuilt(job=job))[0]
+
+
+def partition_of(stage: int) -> str:
+    return f"zero:stage={stage}" if stage else "none"
 
 
 def name_of(stage: int) -> str:
@@ -236,7 +240,7 @@ def measure_tensors(rank: int, given: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure_resident(rank: int, given: argparse.Namespace) -> dict[str, int]:
-    """Growth of resident memory under the arm `given.name` over the moment before its model was built."""
+    """Growth of resident memory under the peer `given.name` over the moment before its model was built."""
     job, resident = make_job(given.size, given.batch), Resident()
     arm(given.name, make_job("tiny", given.batch), rank, given.workers).train(2)
     gc.collect()
@@ -246,7 +250,51 @@ def measure_resident(rank: int, given: argparse.Namespace) -> dict[str, int]:
     built = resident.peak
     resident.begin()
     made.train(given.steps)
-    return {"built": built - before, "peak": resident.peak - before, "kept": resident.now - before}
+    return {"built": built - before, "peak": resident.peak - before}
+
+
+def resident_of_run(given: argparse.Namespace) -> dict[str, int]:
+    """Growth of resident memory of the workers of a run of `given.stage` over those of a run of a tiny model.
+
+    `peak` is that of the largest worker; `share` divides each page by the processes that have it.
+    """
+    large, small = (watched_run(given, size) for size in (given.size, "tiny"))
+    return {kind: large[kind] - small[kind] for kind in large}
+
+
+def watched_run(given: argparse.Namespace, size: str) -> dict[str, int]:
+    """Train as `dure train` does, and watch the workers; the largest figures of a worker."""
+    config = TrainConfig(
+        job=f"{JOB_FILE}:sized:size={size}",
+        strategy=f"bsp collective {partition_of(given.stage)}",
+        batch_size=given.batch,
+        on="local",
+        workers=given.workers,
+        steps=given.steps,
+    )
+    found, over = {"peak": 0, "share": 0}, Event()
+    with ForkServer() as server, redirect_stdout(None):
+
+        def watch() -> None:
+            while not over.wait(LOOK_SECONDS):
+                for pid in [pid for name, pid in list(server.pids.items()) if name.startswith("worker")]:
+                    with suppress(OSError, IndexError):  # it has ended
+                        seen = Resident(pid)
+                        found["peak"] = max(found["peak"], seen.peak)
+                        found["share"] = max(found["share"], seen.share)
+
+        watcher = Thread(target=watch)
+        watcher.start()
+        try:
+            run(config, Prebuilt(fork_server=server))
+        finally:
+            over.set()
+            watcher.join()
+    return found
+
+
+LOOK_SECONDS = 0.02
+"""Seconds between two looks at the memory of workers. The peak is kept by the system; the share is not."""
 
 
 def memory(given: argparse.Namespace) -> list[dict[str, Any]]:
@@ -258,7 +306,7 @@ def memory(given: argparse.Namespace) -> list[dict[str, Any]]:
             shape = shape_of(setup_of(make_job(size, here.batch), 0, workers))
             figures = f"P {mb(shape.parameters)}, b {mb(shape.largest)}, a {mb(shape.activations)}"
             print(f"{size}: {figures}; {workers} processes, windows of a mini-batch: {here.batch}")
-            print(LINE.format("", "formula", "declared", "tensors", "", "resident", "", "built", "resident"))
+            print(LINE.format("", "formula", "declared", "tensors", "", "resident", "", "share", "built"))
             for name, stage in [*((name_of(each), each) for each in given.stages), (FULLY_SHARD, None)]:
                 rows.append(line_of_memory(name, stage, shape, here))
     return rows
@@ -270,15 +318,16 @@ LINE = "{:>20}{:>11}{:>11}{:>11}{:>8}{:>11}{:>8}{:>11}{:>11}"
 def line_of_memory(name: str, stage: int | None, shape: Shape, given: argparse.Namespace) -> dict[str, Any]:
     """Measure an arm twice, and print its line; the same as plain values."""
     here = argparse.Namespace(**{**vars(given), "name": name})
-    tensors, resident = in_processes(measure_tensors, here), in_processes(measure_resident, here)
+    here.stage, tensors = stage, in_processes(measure_tensors, here)
+    resident = in_processes(measure_resident, here) if stage is None else resident_of_run(here)
     formula = declared = None
     if stage is not None:
         formula = shape.tensors(stage, given.workers)
         declared = memory_use(setup_of(make_job(given.size, given.batch), stage, given.workers), 0).total
     over = ["" if declared is None else f"{each['peak'] / declared - 1:+.1%}" for each in (tensors, resident)]
-    built = [mb(each["built"]) for each in (tensors, resident)]
+    last = [mb(resident["share"]) if "share" in resident else "", mb(tensors["built"])]
     expected = ["" if each is None else mb(each) for each in (formula, declared)]
-    cells = [mb(tensors["peak"]), over[0], mb(resident["peak"]), over[1], *built]
+    cells = [mb(tensors["peak"]), over[0], mb(resident["peak"]), over[1], *last]
     print(LINE.format(name, *expected, *cells), flush=True)
     for nbytes, origin in tensors.pop("largest"):
         print(f"{mb(nbytes):>34}  {origin}")
