@@ -112,6 +112,7 @@ class Law:
 
 LAWS = [
     Law("bsp collective", short=True),
+    Law("bsp collective zero:stage=1"),
     Law("bsp ps:shards=2", short=True),
     Law("bsp hybrid:servers=all,shards=2", fewer=1),
     Law("one-shot ps:shards=2"),

@@ -16,7 +16,8 @@ import dure
 from dure.job.shapes.transformers import Sizes, albert, bert, pretraining_loss
 from dure.planner.candidates import Scene
 from dure.planner.timing import setup_in, timed
-from dure.runtime.virtual.accelerators import InsideLink
+from dure.run.step_shape import shape_of_whole
+from dure.runtime.virtual.accelerators import LIBRARIES, AcceleratorEngine, InsideLink
 from dure.runtime.virtual.cluster import Cluster, Link, Machines
 from dure.runtime.virtual.compute import Constant
 
@@ -214,6 +215,35 @@ def test_shards_inside_two_hosts_are_summed_across_them(within):
     # the sums across are behind each other, those of four blocks beside backward
     by_blocks = seconds(here, f"zero:stage=3,within={within}")
     assert 1 + across / BLOCKS < by_blocks < 1 + across / 2
+
+
+def accelerators(count, bandwidth, job=EQUAL):
+    """Steps of a second on GPUs of one host. Collectives start in a millisecond, and slow computations by a tenth."""
+    machines = Machines(gpus=count, gpu="v100-sxm2-16gb", compute=Constant(seconds=1.0))
+    engine = AcceleratorEngine(spread=0.0, start=1e-3, contention=0.1)
+    cluster = Cluster(machines=(machines,), inside=InsideLink(bandwidth=bandwidth, latency=0.0), engine=engine)
+    return Scene(job, cluster, BATCH * count)
+
+
+def test_accelerators_update_their_shards_alone():
+    """Stage 1 on a free network: the steps of bsp without the updates of the others, and two collectives more."""
+    here = accelerators(4, 1e20)
+    update = shape_of_whole(EQUAL, here.model, here.cluster, BATCH).update
+    assert 0.01 < update < 0.9
+    expected = seconds(here, "none") - update * 3 / 4 + 2 * 1e-3  # the gather, and the agreement
+    assert seconds(here, "zero:stage=1") == pytest.approx(expected, rel=1e-9)
+
+
+def test_collectives_of_blocks_slow_the_computation_of_accelerators():
+    bandwidth = 100 * P
+    here = accelerators(4, bandwidth)
+    update = shape_of_whole(EQUAL, here.model, here.cluster, BATCH).update
+    moved = 3 / 4 / BLOCKS / 100
+    lost = 1e-3 + moved - moved / 1.1
+    slowed = 3 * (BLOCKS - 1) * lost + 2 * BLOCKS * LIBRARIES["ddp"].tensor
+    ends = 2 * (1e-3 + moved) + 1e-3 + 2 * 3 / 4 * 8 / bandwidth
+    expected = 1 - update * 3 / 4 + slowed + ends
+    assert seconds(here, "zero:stage=3") == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.parametrize("workers", [2, 3, 4])

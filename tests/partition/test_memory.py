@@ -12,10 +12,12 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import dure
+from dure.core.shards import Shards
 from dure.errors import StrategyError, UsageError
 from dure.job.shapes.images import vgg16
 from dure.partition import PIPELINES
 from dure.partition.memory import MemoryUse, of_model, of_part
+from dure.partition.methods.zero import Zero
 from dure.run.memory import memory_use
 from dure.run.strategy import make
 from dure.runtime.virtual.cluster import Cluster, Machines
@@ -145,11 +147,103 @@ def test_two_stages_fit_where_the_whole_model_does_not():
     needed, activations = 18 * P + 6 * BATCH * ROW, 6 * BATCH * ROW
     assert str(caught.value) == (
         f"worker 0 needs {needed:,} bytes of memory or more (weights {6 * P:,}, gradient {6 * P:,}, optimizer "
-        f"{6 * P:,}, activations {activations:,}), and machine 0 has {memory:,} for it. Split the model, as in "
-        "--partition gpipe:stages=2 or tensor:ways=2, or make the mini-batch smaller."
+        f"{6 * P:,}, activations {activations:,}), and machine 0 has {memory:,} for it. Shard it, as in "
+        "--partition zero:stage=3, split the model, as in --partition gpipe:stages=2 or tensor:ways=2, or make the "
+        "mini-batch smaller."
     )
     run = virtual(dense(), "bsp collective gpipe:stages=2,micro=2", machines(memory, 2), **options)
     assert run.summary["steps"] == 1
+
+
+# ---- shards
+
+S = 6 * P
+"""Bytes of a slice of the gradient, which is all of so small a model."""
+
+
+@pytest.mark.parametrize(
+    ("partition", "expected"),
+    [
+        ("zero:stage=1", MemoryUse(6 * P, 9 * P, 3 * P, 0, 72 * ROW, messages=S)),
+        ("zero:stage=2", MemoryUse(6 * P, 3 * P + S, 3 * P, 0, 72 * ROW, messages=S)),
+        ("zero:stage=3", MemoryUse((3 + 2) * P, (3 + 2) * P, 3 * P, 0, 72 * ROW, messages=P)),
+    ],
+)
+def test_a_worker_keeps_a_shard_and_what_is_gathered_or_scattered(partition, expected):
+    """Of six layers, two workers, and an optimizer with a vector."""
+    setup, _ = resolved(dense(), f"bsp {partition}", workers=2, on="virtual", optimizer="momentum")
+    assert memory_use(setup, 0) == expected
+
+
+@pytest.mark.parametrize(
+    ("partition", "ranks", "weights"),
+    [
+        ("zero:stage=3", 4, (6 / 4 + 2) * P),
+        ("zero:stage=3,within=2", 2, (6 / 2 + 2) * P),
+        ("gpipe:stages=2,micro=2+zero:stage=1", 2, 3 * P),
+    ],
+)
+def test_shards_are_parts_of_what_a_group_of_ranks_has(partition, ranks, weights):
+    setup, _ = resolved(dense(), f"bsp {partition}", workers=4, on="virtual", optimizer="adam")
+    use, held = memory_use(setup, 0), 6 // setup.parts * P
+    assert (use.weights, use.optimizer) == (weights, 2 * held / ranks)
+
+
+def test_one_worker_has_all():
+    setup, _ = resolved(dense(), "bsp zero:stage=2", workers=1, on="virtual", optimizer="momentum")
+    assert memory_use(setup, 0) == MemoryUse(6 * P, 6 * P, 6 * P, 0, 72 * ROW)
+
+
+def test_of_many_slices_some_are_scattered_at_once_and_one_is_computed():
+    """Slices of 1, 3, 2 and 4 elements: two are scattered; in stage 3 the first is whole and one is scattered."""
+    shards = Shards([[(0, 1)], [(1, 4)], [(4, 6)], [(6, 10)]], ranks=2)
+    own = 1 + 2 + 1 + 2
+    assert Zero(stage=1).keeps(shards) == (10, 10 + own, own, 4 + 3)
+    assert Zero(stage=2).keeps(shards) == (10, own + 4 + 3 + 2, own, 4 + 3)
+    assert Zero(stage=3).keeps(shards) == (own + 1 + 4 + 3, own + 1 + 4 + 3, own, 4)
+
+
+def test_shards_fit_where_the_whole_model_does_not():
+    """Adam: 24 P of the whole model."""
+    memory, options = 16 * P, {"optimizer": "adam", "steps": 1, "batch_size": 1}
+    for partition in ("none", "zero:stage=1"):
+        with pytest.raises(UsageError, match="Shard it, as in --partition zero:stage=3, split the model"):
+            virtual(dense(), f"bsp collective {partition}", machines(memory, 4), **options)
+    assert virtual(dense(), "bsp zero:stage=3", machines(memory, 4), **options).summary["steps"] == 1
+    with pytest.raises(UsageError, match=r"Use more workers than 4, split the model, as in"):
+        virtual(dense(), "bsp zero:stage=3", machines(memory // 4, 4), **options)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "advice"),
+    [
+        ("bsp gpipe:stages=2,micro=2", "Shard it, as in --partition gpipe:stages=2,micro=2+zero:stage=1, use more"),
+        ("bsp gpipe:stages=2,micro=2+zero:stage=1", "Use more workers than 4, use more stages than 2"),
+        ("bsp zero:stage=1,within=2", "Shard it, as in --partition zero:stage=3,within=2, split the model"),
+        ("bsp pipedream:stages=2", "Use more stages than 2"),
+        ("averaging:period=4", "Split the model"),
+        ("bsp int8", "Split the model"),
+        ("bsp ps", "Split the model"),
+    ],
+)
+def test_advice_names_shards_where_the_strategy_can_have_them(strategy, advice):
+    with pytest.raises(UsageError) as caught:
+        virtual(dense(), strategy, machines(100, 4), steps=1, optimizer="momentum")
+    assert f"has 100 for it. {advice}" in str(caught.value)
+
+
+def test_advice_for_a_model_of_one_block_shards_the_gradient():
+    class One(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, inputs):
+            return self.layer(inputs)
+
+    with pytest.raises(UsageError) as caught:
+        virtual(dataclasses.replace(dense(), model=One), "bsp", machines(100, 2), steps=1)
+    assert "Shard it, as in --partition zero:stage=2, split" in str(caught.value)
 
 
 def test_what_a_method_keeps_counts_beside_two_copies_of_the_model():

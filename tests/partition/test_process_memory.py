@@ -55,7 +55,7 @@ def test_two_processes_train_a_model_that_one_process_has_no_room_for():
         local(TEXT, "bsp collective", workers=1, fork_server=server, **options)
     assert "worker 0 needs 323,9" in str(caught.value)
     assert "optimizer 80,98" in str(caught.value)
-    assert f"its control group allows {LIMIT:,}. Split the model, as in" in str(caught.value)
+    assert f"its control group allows {LIMIT:,}. Shard it, as in --partition zero:stage=3, split" in str(caught.value)
 
     strategy = "bsp collective gpipe:stages=2,micro=2"
     with limited(LIMIT) as (server, used):

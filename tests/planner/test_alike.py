@@ -23,6 +23,11 @@ IN_STEP = (
     "bsp pipedream-2bw:stages=2,micro=2",
     "bsp tensor:ways=2",
     "bsp pipedream:stages=2",
+    "bsp zero:stage=1",
+    "bsp zero:stage=3",
+    "bsp zero:stage=1,within=2",
+    "bsp zero:stage=3,within=4",
+    "bsp 1f1b:stages=2,micro=4+zero:stage=1",
 )
 
 
@@ -55,6 +60,8 @@ def test_one_of_whole_models_on_machines_that_they_share_has_the_figures_of_all(
         "averaging:period=4",
         "bsp 1f1b:stages=2,micro=4",
         "bsp tensor:ways=2",
+        "bsp zero:stage=1,within=host",
+        "bsp zero:stage=3,within=host",
     ],
 )
 def test_one_of_several_accelerators_has_the_figures_of_all(monkeypatch, strategy):

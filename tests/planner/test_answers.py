@@ -2,6 +2,7 @@
 
 import pytest
 
+from dure.errors import UsageError
 from dure.job.job import load_job
 from dure.planner.candidates import ONE, PLAIN, Scene
 from dure.planner.ranking import in_order, ranked
@@ -126,6 +127,37 @@ def test_two_levels_are_the_answer_where_they_are_faster_than_the_ring(job, on, 
     inside = here.cluster.machines[0]
     ring, levels = seconds(here, PLAIN, HIERARCHICAL)
     assert (levels < ring) == (inside.gpu != "v100-pcie-16gb")  # PCIe is no faster than 8 cards of a ring
+
+
+LLAMA = "transformer:layers=32,hidden=4096,heads=32,ffn=11008,vocab=32000,form=llama,sequence=2048,optimizer=adamw"
+"""7 billion parameters."""
+
+
+def test_a_large_model_is_sharded_where_it_does_not_fit_whole():
+    """108 GB of weights, gradient and state of the optimizer in single precision, on GPUs with 80 GB."""
+    here = scene(f"{LLAMA},precision=tf32,batch=4,recompute=true", "1x8 a100-sxm4-80gb")
+    with pytest.raises(UsageError, match=r"Shard it, as in --partition zero:stage=3, split the model"):
+        timed(here, PLAIN)
+    some, all_of_it = (timed(here, f"bsp zero:stage={stage}") for stage in (2, 3))
+    assert 40e9 < some.memory.total < 85e9
+    assert all_of_it.memory.total < 40e9
+    assert all_of_it.seconds == pytest.approx(some.seconds, rel=0.1)
+    deep = "bsp 1f1b:stages=8,micro=16,cuts=profile"
+    assert order(here, deep, "bsp zero:stage=3")[0] == "bsp zero:stage=3"
+
+
+@pytest.mark.long
+def test_shards_inside_hosts_and_split_layers_are_ahead_on_many_hosts():
+    here = scene(f"{LLAMA},precision=tf32,batch=2,recompute=true", "8x8 a100-sxm4-80gb @ 200 Gbit/s")
+    flat, inside = seconds(here, "bsp zero:stage=3", "bsp zero:stage=3,within=host")
+    assert inside < 0.8 * flat
+    assert answer(here).startswith(("bsp zero:stage=", "bsp tensor:", "bsp interleaved", "bsp 1f1b"))
+
+
+def test_a_small_model_is_not_sharded_for_speed():
+    """125 million parameters."""
+    here = scene("transformer:optimizer=adamw,precision=bf16,batch=8", "1x8 a100-sxm4-80gb")
+    assert order(here, PLAIN, "bsp zero:stage=1", "bsp zero:stage=3") == [PLAIN, "bsp zero:stage=1", "bsp zero:stage=3"]
 
 
 WIDE = "transformer:layers=4,hidden=4096,heads=32,vocab=32000,form=llama,precision=bf16,sequence=2048,batch=1"

@@ -117,6 +117,36 @@ def test_the_bound_of_plain_data_parallelism_is_that_of_the_ring_and_the_slowest
     assert least_seconds(fast, "bsp") == pytest.approx(step / 0.5)
 
 
+def test_the_bounds_of_shards_count_what_nothing_is_computed_beside():
+    job = load_job("digits-mlp")
+    kind = Machines(count=4)
+    nbytes = [4 * sum(each.numel() for each in layer.parameters()) for layer in job.build(0)]
+    first, last = (each for each in nbytes if each)
+    whole, step = first + last, kind.compute.mean(32 * job.flops_per_sample)
+    slow = Scene(job, Cluster(machines=(kind,), link=Link(bandwidth=1e6)), 128)
+    once = 3 / 4 * whole / 1e6
+    assert least_seconds(slow, "bsp zero:stage=1") == least_seconds(slow, "bsp zero:stage=2") == pytest.approx(2 * once)
+    assert least_seconds(slow, "bsp zero:stage=3") == pytest.approx((3 - last / whole) * once)
+    fast = Scene(job, Cluster(machines=(kind,), link=Link(bandwidth=1e10)), 128)
+    once /= 1e4
+    assert least_seconds(fast, "bsp zero:stage=1") == pytest.approx(step + once)
+    assert least_seconds(fast, "bsp zero:stage=3") == pytest.approx(step + 2 * first / whole * once)
+    assert least_seconds(fast, "bsp zero:stage=1,within=2") == pytest.approx(step)
+
+
+def test_a_partition_without_room_is_tried_with_more_of_its_memory_sharded(monkeypatch):
+    def refused(scenes, wanted, began):
+        strategy = wanted[1]
+        return "it needs 9 bytes of memory or more." if strategy in ("bsp zero:stage=1", "bsp tensor:ways=2") else "no."
+
+    monkeypatch.setattr(side_by_side, "_timed", refused)
+    found = search(scene(None), Deadline(math.inf))
+    more = [each for each in found.order if "+zero" in each or "zero:stage=2" in each]
+    more = more[:3]  # later ones are those of a search in which nothing fits
+    first = ["bsp zero:stage=2", "bsp tensor:ways=2+zero:stage=1", "bsp tensor:ways=2+zero:stage=3"]
+    assert set(more) == set(first)
+
+
 def test_updates_of_fast_workers_and_of_those_beside_servers_load_no_slow_card():
     """Worker 0 is beside the server and a thousand times as fast: most updates cross no card."""
     kinds = (Machines(speed=1000.0), Machines(count=2), Machines(link=Link(bandwidth=1e4)))

@@ -89,6 +89,16 @@ def cnn() -> Job:
     return job(model)
 
 
+def dropped() -> Job:
+    """Dropout in several blocks, and in blocks without parameters."""
+
+    def model() -> nn.Sequential:
+        first = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(0.3))
+        return nn.Sequential(first, nn.Dropout(0.2), nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1), nn.Linear(WIDTH, 4))
+
+    return job(model)
+
+
 class Spoiled(nn.Module):
     """A layer whose loss is finite and whose gradient is NaN for samples that begin with a large value."""
 

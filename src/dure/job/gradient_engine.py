@@ -455,22 +455,29 @@ def seed_of(*parts: int) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little")
 
 
+class RandomState(NamedTuple):
+    """The state of PyTorch's generators, of the host and of a device, from which draws go on."""
+
+    host: Tensor
+    device: Tensor | None
+
+
 class Isolated:
     """Context of one computation: enables gradients, seeds PyTorch's generators, and uses one thread if `exact`.
 
-    On exit it restores the previous settings. With `seed=None` the generators stay as they are. It is a class, since
-    three nested `contextmanager` functions take a tenth of a small model's step.
+    On exit it restores the previous settings. With `seed=None` the generators stay as they are; with `RandomState` they go on
+    from there. It is a class, since three nested `contextmanager` functions take a tenth of a small model's step.
     """
 
     __slots__ = ("_device", "_exact", "_fork", "_grad", "_on_host", "_seed", "_state", "_threads")
 
-    def __init__(self, exact: bool, seed: int | None, device: torch.device) -> None:
+    def __init__(self, exact: bool, seed: int | RandomState | None, device: torch.device) -> None:
         self._exact = exact
         self._seed = seed
         self._device = device
         self._on_host = device.type in ("cpu", "meta")
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Isolated:
         self._threads = torch.get_num_threads() if self._exact else 1
         if self._threads != 1:
             torch.set_num_threads(1)
@@ -478,16 +485,30 @@ class Isolated:
         if not self._grad:
             torch.set_grad_enabled(True)
         if self._seed is None:
-            return
+            return self
         if self._on_host:
             self._state = torch.get_rng_state()  # costs a fiftieth of fork_rng
-            torch.default_generator.manual_seed(self._seed)
         else:
             self._fork = torch.random.fork_rng([self._device], device_type=self._device.type)
             self._fork.__enter__()
-            torch.default_generator.manual_seed(self._seed)  # `torch.manual_seed` would seed all devices, also others
+        self._begin_draws(self._seed)
+        return self
+
+    def _begin_draws(self, seed: int | RandomState) -> None:
+        if isinstance(seed, RandomState):
+            torch.set_rng_state(seed.host)
+            if seed.device is not None:
+                torch.get_device_module(self._device).set_rng_state(seed.device, self._device)
+            return
+        torch.default_generator.manual_seed(seed)  # `torch.manual_seed` would seed all devices, also others
+        if not self._on_host:
             with torch.accelerator.device_index(self._device.index):
-                torch.get_device_module(self._device).manual_seed(self._seed)
+                torch.get_device_module(self._device).manual_seed(seed)
+
+    def drawn(self) -> RandomState:
+        """The state of the generators now, inside of the context."""
+        device = None if self._on_host else torch.get_device_module(self._device).get_rng_state(self._device)
+        return RandomState(torch.get_rng_state(), device)
 
     def __exit__(self, *error: Any) -> None:
         if self._seed is not None and self._on_host:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from dure.core.node import Operation
     from dure.job.gradient import Gradient, ShardedUnits
+    from dure.job.gradient_engine import RandomState
     from dure.partition.layout import Held, StageLayout
     from dure.partition.orders import Action
     from dure.partition.stage_module import Passed
@@ -88,6 +89,7 @@ class ShardedStage(Stage):
         self._unit_of = {layer: unit for unit in self._units for layer in unit.layers}
         self._scatters: deque[tuple[int, Operation[Tensor]]] = deque()
         self._own: Tensor | None = None
+        self._drawn: dict[int, RandomState] = {}
 
     @property
     def _shard(self) -> ShardedUnits:
@@ -173,6 +175,19 @@ class ShardedStage(Stage):
         unit.is_whole = False
         if unit.memory is not None and not isinstance(unit.memory, Ghost):
             unit.memory.untyped_storage().resize_(0)
+
+    def _draw(self, stage: int, action: Action) -> Sequence[int] | RandomState:
+        """Draw as a whole model does: from the worker and the step, and on from chunk to chunk."""
+        if self.shared is not None:  # ways draw numbers of their own between two layers, and together behind them
+            return super()._draw(stage, action)
+        if action.chunk == 0:
+            return (self.batches.seed, self.batches.replica, action.batch)
+        return self._drawn.get(action.chunk - 1, ())  # no state where no layer draws
+
+    def _forward(self, action: Action, stage: int, passed: Passed | None) -> None:
+        super()._forward(action, stage, passed)
+        if self.module is not None and self.module.drawn is not None:
+            self._drawn[action.chunk] = self.module.drawn
 
     def _leaves_of(self, action: Action, weights: Tensor) -> Leaves:
         unit = self._units[action.chunk + 1]

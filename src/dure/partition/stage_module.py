@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from dure.errors import UsageError
-from dure.job.gradient_engine import Isolated
+from dure.job.gradient_engine import Isolated, RandomState
 from dure.job.replica import Replica
 from dure.partition.blocks import first_samples
 from dure.partition.borders import Kept
@@ -95,6 +95,7 @@ class StageModule:
             self._loss_function = partial(plan.loss, self.ways)
         self._layers = [sorted({number for _, _, number in slots}) for slots in self._slots]
         self._draws = replica.is_stochastic
+        self.drawn: RandomState | None = None
         self._figures = layout.whole.figures if _is_hashable(layout.shared) else {}
         self._fresh_buffers = replica.buffers_flat()
         self._buffers = _buffers(replica.module)
@@ -128,7 +129,7 @@ class StageModule:
         self,
         chunk: int,
         passed: Passed,
-        draw: Sequence[int],
+        draw: Sequence[int] | RandomState,
         border_in: Border | None,
         *,
         graph: bool = True,
@@ -136,13 +137,13 @@ class StageModule:
     ) -> None:
         """Compute the outputs of a chunk from `passed.inputs`; of the last stage its loss, times its share.
 
-        Random layers draw from the numbers in `draw`. Without a `graph` a backward is not possible. The context
-        `during(block)` is open in each block, and not in the loss.
+        Random layers draw from the numbers in `draw`, or go on from a state; `drawn` is the state behind them. Without
+        a `graph` a backward is not possible. The context `during(block)` is open in each block, and not in the loss.
         """
         self.place(chunk, passed)
         value = passed.batch if border_in is None else border_in.value(passed.inputs)
-        isolated = Isolated(True, seed_of(draw) if self._draws else None, self.replica.device)
-        with isolated, torch.set_grad_enabled(graph):
+        seed = (draw if isinstance(draw, RandomState) else seed_of(draw)) if self._draws else None
+        with Isolated(True, seed, self.replica.device) as isolated, torch.set_grad_enabled(graph):
             if self.ways is not None:
                 self.ways.begin()
             for block in self._blocks[chunk]:
@@ -154,6 +155,7 @@ class StageModule:
                 passed.outputs = (self._loss(value, passed.targets) * passed.share,)
             else:
                 passed.outputs = self.layout.border(self.stages[chunk], passed.rows).flat(value)
+            self.drawn = isolated.drawn() if self._draws else None
         self._renew_buffers()
 
     def _loss(self, outputs: Any, targets: Any) -> Tensor:

@@ -207,7 +207,7 @@ def sharded_more(refused: Sequence[str]) -> Iterator[str]:
             if zero.stage == 1 and not isinstance(partition, Mesh):
                 yield text.replace("stage=1", "stage=2")
         elif shared is not None and pipeline is ONE_STAGE:
-            yield from (f"{text}+zero:stage={stage}" for stage in (1, 3))
+            yield from (f"{text}+zero:stage={stage}" for stage in ((1, 3) if shared.in_pipelines else (1,)))
         elif pipeline is not None and pipeline.flushes:
             yield f"{text}+zero:stage=1"
 

@@ -183,8 +183,9 @@ def _sharded_more(setup: Setup) -> list[str]:
     pipeline = None if pipeline_of(partition) is ONE_STAGE or setup.parts == 1 else pipeline_of(partition)
     shared = shared_of(partition)
     stage, within = (0, None) if zero is None else (zero.stage, zero.within)
+    blocks = not is_one_block(setup.job, setup.model.replica.module) and (shared is None or shared.in_pipelines)
     for more in (Zero(stage=3, within=within), Zero(stage=2, within=within), Zero(stage=1, within=within)):
-        if more.stage <= stage or (more.stage == 3 and is_one_block(setup.job, setup.model.replica.module)):
+        if more.stage <= stage or (more.stage == 3 and not blocks):
             continue
         joined = more if setup.parts == 1 else Mesh(pipeline, shared, more)
         with suppress(StrategyError):
@@ -197,7 +198,8 @@ def _splits(setup: Setup, stages: Stages) -> list[str]:
     pipeline, shared = stages.pipeline, stages.shared
     ways = [] if shared is None else [f"more ways than {shared.ways}"]
     deeper = [] if shared is not None and not shared.in_pipelines else [f"more stages than {pipeline.stages}"]
-    takes = pipeline is not ONE_STAGE and not setup.job.recompute and _takes_remat(pipeline)
+    deep = pipeline is not ONE_STAGE and not stages.sharded
+    takes = deep and not setup.job.recompute and _takes_remat(pipeline)
     return [f"use {' or '.join([*ways, *deeper])}", *["add remat=true"] * takes]
 
 

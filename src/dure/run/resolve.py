@@ -22,7 +22,7 @@ from dure.job.names import may_have_companions
 from dure.job.rates import scaled
 from dure.partition.blocks import refuse_ties
 from dure.partition.cut import ANY, Speeds, is_by_profile
-from dure.partition.mesh import parts_of, pipeline_of, shared_of
+from dure.partition.mesh import parts_of, pipeline_of, shared_of, zero_of
 from dure.partition.pipeline import Pipeline
 from dure.partition.profile import BlockTimes
 from dure.partition.programmed import Programmed
@@ -245,14 +245,15 @@ def _speeds(
     times: BlockTimes | None,
 ) -> Speeds:
     """The speeds of worker 0, and for cuts by a profile of the slowest link between two stages of a cluster."""
-    pipeline, shared = pipeline_of(partition), shared_of(partition)
-    if cluster is None or pipeline is None:
+    pipeline, shared, zero = pipeline_of(partition), shared_of(partition), zero_of(partition)
+    by_blocks = zero is not None and zero.stage == 3
+    if cluster is None or (pipeline is None and not by_blocks):
         return ANY
     compute = cluster.machines[0].compute
     seconds = compute.mean(job.flops_per_sample * sizes[0])
     call = compute.of_call / seconds
     device = partial(speed_of, cluster, job) if cluster.accelerated else None
-    if not is_by_profile(pipeline.cuts):
+    if pipeline is None or not is_by_profile(pipeline.cuts):
         return Speeds(seconds, call=call, times=times, device=device)
     line = machines[:: 1 if shared is None else shared.ways]
     borders = [(here, there) for n, (here, there) in enumerate(pairwise(line)) if (n + 1) % pipeline.stages]

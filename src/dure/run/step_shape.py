@@ -106,6 +106,18 @@ def slices_of(setup: Setup, shape: StepShape) -> list[tuple[int, float]]:
     ]
 
 
+def of_shard(setup: Setup, cluster: Cluster, shape: StepShape) -> tuple[StepShape, float]:
+    """The shape of a step whose worker updates its shard alone, and its seconds over those of `shape`.
+
+    A model in stages counts the update in the passes of its stages (`StageLayout.updated`).
+    """
+    if not cluster.accelerated or setup.shards is None or setup.stages is not None:
+        return shape, 1.0
+    updated = shape.update / setup.shards.ranks
+    left = 1.0 - shape.update + updated
+    return replace(shape, backward=shape.backward / left, update=updated / left), left
+
+
 def delays_by_shards(setup: Setup, cluster: Cluster, network: Network) -> tuple[float, float]:
     """The seconds by which forward and backward are longer where accelerators gather parameters meanwhile.
 
@@ -128,8 +140,10 @@ def delays_by_shards(setup: Setup, cluster: Cluster, network: Network) -> tuple[
     parts = [(size(unit), size([shards.cuts(number)[0]])) for number, unit in enumerate(shards.units)][1:]
     gathers = [lost("all_gather", own, near) for _, own in parts]
     scatters = [lost("reduce_scatter", unit, near) + lost("all_reduce", own, across) for unit, own in parts]
-    tensors = engine.rules.tensor * len(replica.layers)
-    return sum(gathers[1:]), sum(gathers[:-1]) + sum(scatters[1:]) + tensors
+    tensors, layout, batch = engine.rules.tensor * len(replica.layers), setup.stages.layout, setup.batch_sizes[0]
+    shares = [layout.pass_shares(stage, batch, batch) for stage in range(layout.depth)]
+    ahead, back = (sum(each.total for each in passes) for passes in zip(*shares, strict=True))  # not 1: of the update
+    return sum(gathers[1:]) / ahead, (sum(gathers[:-1]) + sum(scatters[1:]) + tensors) / back
 
 
 USUAL = 16.0

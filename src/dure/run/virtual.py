@@ -29,7 +29,15 @@ from dure.run.checkpoint import fitting
 from dure.run.history import RunCounts
 from dure.run.outcome import Outcome, Totals, count_stages, figures_of
 from dure.run.servers import build_server
-from dure.run.step_shape import completed_variables, delays_by_shards, referred, slices_of, slowest, step_shape
+from dure.run.step_shape import (
+    completed_variables,
+    delays_by_shards,
+    of_shard,
+    referred,
+    slices_of,
+    slowest,
+    step_shape,
+)
 from dure.run.strategy import codec_name
 from dure.run.virtual_companions import VirtualCompanions
 from dure.run.virtual_history import VirtualHistory, VirtualModel
@@ -210,7 +218,7 @@ class VirtualSegment:
     def _runtime(self) -> VirtualRuntime:
         setup, run = self.setup, self.whole
         hosts = run.cluster.placed(setup.deployment.places())
-        shape = step_shape(setup, run.cluster)
+        shape, left = of_shard(setup, run.cluster, step_shape(setup, run.cluster))
         weights = np.random.default_rng((setup.config.seeded, self.checkpoint_step, WEIGHTS_STREAM))
         runtime = VirtualRuntime(
             run.cluster,
@@ -224,7 +232,7 @@ class VirtualSegment:
             codec=cost_of(codec_name(setup.strategy.codec), run.cluster.codecs),
             slices=slices_of(setup, shape),
             shape=shape,
-            slowest=slowest(setup, run.cluster),
+            slowest=slowest(setup, run.cluster) * left,
             variables=setup.variables if run.cluster.servers.software else None,
             together=setup.strategy.pushes_together,
             completed=completed_variables(setup, run.cluster, shape),

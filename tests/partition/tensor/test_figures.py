@@ -159,12 +159,25 @@ def test_two_ways_fit_where_the_whole_model_does_not():
 @pytest.mark.parametrize(
     ("partition", "advice"),
     [
-        (pairs(2), "Use more ways than 2 or more stages than 1, or make the mini-batch smaller."),
+        (
+            pairs(2),
+            f"Shard it, as in --partition {pairs(2)}+zero:stage=3, use more ways than 2 or more stages than 1, or make "
+            "the mini-batch smaller.",
+        ),
+        (
+            f"{pairs(2)}+zero:stage=3",
+            "Use more workers than 4, use more ways than 2 or more stages than 1, or make the mini-batch smaller.",
+        ),
         (
             f"gpipe:stages=2,micro=2,cuts=2+{pairs(2)}",
-            "Use more ways than 2 or more stages than 2, add remat=true, or make the mini-batch smaller.",
+            f"Shard it, as in --partition gpipe:stages=2,cuts=2,micro=2+{pairs(2)}+zero:stage=1, use more ways than 2 "
+            "or more stages than 2, add remat=true, or make the mini-batch smaller.",
         ),
-        ("neurons:ways=2", "Use more ways than 2, or make the mini-batch smaller."),
+        (
+            "neurons:ways=2",
+            "Shard it, as in --partition neurons:ways=2+zero:stage=1, use more ways than 2, or make the mini-batch "
+            "smaller.",
+        ),
     ],
 )
 def test_a_machine_that_is_too_small_is_refused_with_advice(partition, advice):

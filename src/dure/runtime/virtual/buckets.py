@@ -60,13 +60,10 @@ def end_of_step(
     engine: AcceleratorEngine,
     itemsize: int,
     seconds: Callable[[int], float],
-    *,
-    updated: float = 1.0,
 ) -> float:
     """Time at which `ranks` ranks, of which some are `computed`, have the mean gradient and have applied it.
 
-    `seconds(nbytes)` are those of a collective, its start among them. `updated` is the share of the parameters that a
-    rank applies its gradient to.
+    `seconds(nbytes)` are those of an all-reduce, its start among them.
     """
     library = engine.rules
     starts, spans = np.array(list(dict.fromkeys(computed))).T  # equal ranks are one
@@ -89,7 +86,7 @@ def end_of_step(
             progress.until(ready[last] if math.isfinite(library.bucket) else over)
             progress.transfer(seconds(nbytes), engine)
     progress.until(over)
-    return progress.now + float(spans.max()) * shape.update * updated
+    return progress.now + float(spans.max()) * shape.update
 
 
 def in_buckets(sizes: Sequence[int], first: float, others: float) -> Iterator[tuple[int, int]]:

@@ -336,9 +336,7 @@ class VirtualGroup:
         def seconds(nbytes: int) -> float:
             return rounds.cost(kind, nbytes, itemsize, gradient=True).seconds
 
-        ranks, engine = len(rounds.ranks), runtime.cluster.engine_in_use
-        updated = 1 / ranks if kind == "reduce_scatter" else 1.0
-        return end_of_step(shape, computed, ranks, engine, itemsize, seconds, updated=updated)
+        return end_of_step(shape, computed, len(rounds.ranks), runtime.cluster.engine_in_use, itemsize, seconds)
 
 
 def _part(mean: torch.Tensor, shards: Shards, place: int) -> torch.Tensor:
