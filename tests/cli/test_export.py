@@ -98,6 +98,7 @@ def test_a_model_that_was_changed_elsewhere_comes_back(tmp_path):
     assert said == {"folder": str(tmp_path / "run"), "step": 7, "optimizer": False}
     parts = checkpoint.load(tmp_path / "run" / CHECKPOINTS).parts
     assert parts.plain["worker-1"]["clock"] == 7
+    assert parts.plain["worker-1"]["optimizer"] == {"steps": 0}
     assert not parts["worker-0"].tensors["optimizer.mean"].any()
     run = dure.train("", resume=tmp_path / "run", partition=THREE, steps=7, checkpoint_every=7)
     assert run.history[-1]["step"] == 7
@@ -189,6 +190,37 @@ def test_a_run_moves_to_a_script_with_fully_shard_and_back(partition, job, text,
     assert run.history[-1]["loss"] == pytest.approx(whole.rows[-1]["loss"], abs=1e-6)
     assert run.summary()["updates_applied"] == 20
     assert run.summary()["samples"] == 10 * 24
+
+
+PEAK = """
+import re, sys
+from pathlib import Path
+from dure.core.regular_file import CHECKPOINTS
+from dure.run.export import SavedRun, write_model
+from dure.run.saved_model import write_tensors
+
+def peak():
+    return 1024 * int(re.search(r"VmHWM:\\s*(\\d+)", Path("/proc/self/status").read_text())[1])
+
+folder, out = map(Path, sys.argv[1:])
+run = SavedRun(folder)
+before = peak()
+write_model(run, "safetensors", out / "model")
+write_model(run, "dcp", out / "dcp")
+write_tensors(out, run.setup, run.model, {})
+print(peak() - before, run.replica.params.nbytes)
+"""
+
+
+@pytest.mark.long
+def test_no_process_holds_the_state_of_the_whole_optimizer(tmp_path):
+    """The resident memory of an export grows by a parameter, not by a vector of the optimizer."""
+    started(tmp_path / "run", ONE, job="digits-mlp:hidden=1000,depth=30", steps=1, checkpoint_every=1, dtype="float32")
+    words = [sys.executable, "-c", PEAK, str(tmp_path / "run"), str(tmp_path)]
+    found = subprocess.run(words, capture_output=True, text=True, timeout=200, env=environment(), check=True)
+    grown, nbytes = map(int, found.stdout.split())
+    assert nbytes > 100e6
+    assert grown < 0.8 * nbytes  # PyTorch imports at its first use are half of it
 
 
 # ---- refusals

@@ -179,6 +179,25 @@ def test_three_in_a_row_in_virtual_time(strategy):
     assert math.isfinite(summary["loss"])
 
 
+SHARDED = {"zero:stage=1": "worker 1", "zero:stage=2": "a worker"}
+"""The worker that an error names: with stage 2 no gradient is whole when the mean is refused."""
+
+
+@pytest.mark.parametrize("shards", SHARDED)
+def test_workers_with_shards_refuse_alike(shards, fork_server):
+    strategy = f"bsp collective {shards}"
+    whole = virtual("one_nan", "bsp").summary()
+    assert virtual("one_nan", strategy).summary()["params_sha256"] == whole["params_sha256"]
+    _, outcome = local(fork_server, "one_nan", strategy)
+    assert outcome.totals.counts["updates_refused"] == 2
+    assert all_finite(outcome.params)
+    why = f"the gradients of {SHARDED[shards]} hold NaN or infinity in 3 steps in a row, the last of them step 2"
+    with pytest.raises(DureError, match=why):
+        virtual("one_worker_of_nan", strategy)
+    with pytest.raises(DureError, match=why):
+        local(fork_server, "one_worker_of_nan", strategy)
+
+
 def test_a_run_with_a_refused_gradient_is_the_same_each_time():
     first, again = (virtual("one_nan", "ssp:bound=2 ps").summary() for _ in range(2))
     assert (first["params_sha256"], first["seconds"]) == (again["params_sha256"], again["seconds"])

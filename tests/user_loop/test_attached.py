@@ -1494,7 +1494,7 @@ def test_models_that_synchronize_themselves_are_refused():
     assert "the submodule '1' is wrapped by DistributedDataParallel" in nested
     assert "Put the module inside (model.1.module) in its place" in nested
     assert "wrapped by DataParallel" in parallel
-    assert "Attach the module before it is sharded" in sharded
+    assert 'across=mesh["groups"]). Or attach the module before it is sharded, where shard=' in sharded
     assert "wrapped by FullyShardedDataParallel" in fsdp
 
 

@@ -455,7 +455,7 @@ def seed_of(*parts: int) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little")
 
 
-class Draws(NamedTuple):
+class RandomState(NamedTuple):
     """The state of PyTorch's generators, of the host and of a device, from which draws go on."""
 
     host: Tensor
@@ -465,13 +465,13 @@ class Draws(NamedTuple):
 class Isolated:
     """Context of one computation: enables gradients, seeds PyTorch's generators, and uses one thread if `exact`.
 
-    On exit it restores the previous settings. With `seed=None` the generators stay as they are; with `Draws` they go on
+    On exit it restores the previous settings. With `seed=None` the generators stay as they are; with `RandomState` they go on
     from there. It is a class, since three nested `contextmanager` functions take a tenth of a small model's step.
     """
 
     __slots__ = ("_device", "_exact", "_fork", "_grad", "_on_host", "_seed", "_state", "_threads")
 
-    def __init__(self, exact: bool, seed: int | Draws | None, device: torch.device) -> None:
+    def __init__(self, exact: bool, seed: int | RandomState | None, device: torch.device) -> None:
         self._exact = exact
         self._seed = seed
         self._device = device
@@ -494,8 +494,8 @@ class Isolated:
         self._begin_draws(self._seed)
         return self
 
-    def _begin_draws(self, seed: int | Draws) -> None:
-        if isinstance(seed, Draws):
+    def _begin_draws(self, seed: int | RandomState) -> None:
+        if isinstance(seed, RandomState):
             torch.set_rng_state(seed.host)
             if seed.device is not None:
                 torch.get_device_module(self._device).set_rng_state(seed.device, self._device)
@@ -505,10 +505,10 @@ class Isolated:
             with torch.accelerator.device_index(self._device.index):
                 torch.get_device_module(self._device).manual_seed(seed)
 
-    def drawn(self) -> Draws:
+    def drawn(self) -> RandomState:
         """The state of the generators now, inside of the context."""
         device = None if self._on_host else torch.get_device_module(self._device).get_rng_state(self._device)
-        return Draws(torch.get_rng_state(), device)
+        return RandomState(torch.get_rng_state(), device)
 
     def __exit__(self, *error: Any) -> None:
         if self._seed is not None and self._on_host:

@@ -27,7 +27,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain
 from operator import attrgetter, is_, methodcaller
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -109,11 +109,15 @@ class Replica:
     memory (`.to()`, `.double()`, `load_state_dict(assign=True)`) break this link, and a layer that is replaced or added
     later is not in it; `check()` detects both.
 
+    `is_part`: it holds a part of the module's values, and other ranks hold the rest.
+
     Raises `ReplicaError` for a module that cannot be laid out flat.
     """
 
+    is_part: ClassVar[bool] = False
+
     def __init__(self, module: nn.Module, *, keep_strides: bool = False, marked: bool = False) -> None:
-        found = _trainable(module)
+        found = _apart(module)
         first = found[0][1]
         stops = list(accumulate(parameter.numel() for _, parameter in found))
         self.module = module
@@ -130,6 +134,16 @@ class Replica:
             self._adopt(layer, parameter, _strides(parameter) if keep_strides else None)
             for layer, (_, parameter) in zip(self.layers, found, strict=True)
         )
+        self.keeps_gradients = True
+        """Whether gradients lie in `grads`; after `drop_gradients` each lies where autograd has put it."""
+        self._hidden: Sequence[Tensor] = ()
+        self.figures: dict[tuple[object, ...], Any] = {}
+        """What has been measured of the module, by the name of the measurement."""
+        self._note_registered()
+
+    def _note_registered(self) -> None:
+        """Note the parameters and buffers of the module, with which `check` compares the later ones."""
+        module = self.module
         self._frozen = tuple((n, p) for n, p in module.named_parameters() if not p.requires_grad)
         self._registry = _Registry(module)
         self._known = dict(module.named_parameters())
@@ -137,11 +151,6 @@ class Replica:
         self._floating = [name for name, buffer in buffers if buffer.is_floating_point()]
         self._integer = [name for name, buffer in buffers if _is_integer(buffer)]
         self._buffer_names = [name for name, _ in buffers]
-        self.keeps_gradients = True
-        """Whether gradients lie in `grads`; after `drop_gradients` each lies where autograd has put it."""
-        self._hidden: Sequence[Tensor] = ()
-        self.figures: dict[tuple[object, ...], Any] = {}
-        """What has been measured of the module, by the name of the measurement."""
 
     def _adopt(self, layer: Layer, parameter: nn.Parameter, strides: tuple[int, ...] | None) -> _Slot:
         values, gradient = (_view(flat, layer, strides) for flat in (self.params, self.grads))
@@ -259,6 +268,18 @@ class Replica:
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
 
+    @contextmanager
+    def stepping(self, unused: Iterable[int]) -> Iterator[None]:
+        """Inside, an optimizer of the module steps by `params` and `grads`; `unused` parameters have no gradient."""
+        with self.without_gradients(unused):
+            yield
+
+    def publish(self) -> None:
+        """Let the module have the values of `params`: it has them already, in the same memory."""
+
+    def collect(self) -> None:
+        """Let `params` have the values of the module: it has them already, in the same memory."""
+
     def release(self) -> None:
         """Give each parameter memory of its own. The replica is of no use afterwards."""
         for slot in self._slots:
@@ -273,6 +294,10 @@ class Replica:
             for slot in self._slots:
                 slot.parameter.grad = slot.gradient if self.keeps_gradients else None
         self._hidden = ()
+
+    def kept_gradient(self) -> Tensor:
+        """The flat gradient in memory that `zero_grad` leaves as it is."""
+        return self.grads.clone()
 
     def is_emptied(self, but: int | None = None) -> bool:
         """Whether no gradient is left, as after the `zero_grad()` of a module or an optimizer.
@@ -302,9 +327,16 @@ class Replica:
         for slot in self._slots:
             if getattr(slot.owner, slot.attribute, None) is not slot.parameter or _place(slot.parameter) != slot.home:
                 raise ReplicaError(_explain_move(slot))
-            if not slot.parameter.requires_grad:
+        self._check_noted()
+        for index in range(len(self._slots)):
+            self.bring_home(index)
+
+    def _check_noted(self) -> None:
+        """Reject a module whose parameters, buffers or `requires_grad` are not those that were noted."""
+        for layer, parameter in zip(self.layers, self.parameters, strict=True):
+            if not parameter.requires_grad:
                 raise ReplicaError(
-                    f"parameter {slot.layer.name!r} was trainable when the replica was made and is frozen now, but "
+                    f"parameter {layer.name!r} was trainable when the replica was made and is frozen now, but "
                     "momentum and weight decay would still change it. Freeze first and make the replica then: with "
                     "dure.attach, close the block, call requires_grad_(False) and attach again."
                 )
@@ -317,8 +349,6 @@ class Replica:
                 )
         if not self._registry.is_unchanged():
             self._check_registered()
-        for index in range(len(self._slots)):
-            self.bring_home(index)
 
     def _check_registered(self) -> None:
         """Reject parameters and persistent buffers that are new or gone; other changes of the module are allowed.
@@ -441,8 +471,8 @@ def copy_bytes(tensor: Tensor, values: Tensor) -> None:
         tensor.copy_(values.clone().view(tensor.dtype).view(tensor.shape))
 
 
-def _trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Names and trainable parameters, each parameter once. Raises `ReplicaError` if one buffer cannot hold them."""
+def trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Names and trainable parameters, each parameter once. Raises `ReplicaError` for a module without one."""
     found = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
     kind = type(module).__name__
     if not found:
@@ -450,7 +480,13 @@ def _trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     lazy = [name for name, parameter in found if isinstance(parameter, nn.parameter.UninitializedParameter)]
     if lazy:
         raise ReplicaError(f"parameter {lazy[0]!r} has no shape yet. Run one batch through {kind} first.")
-    _refuse_mixture(kind, found)
+    return found
+
+
+def _apart(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """As `trainable`. Raises `ReplicaError` too if one buffer cannot hold them."""
+    found = trainable(module)
+    refuse_mixture(type(module).__name__, found)
     places: dict[int, str] = {}
     for name, parameter in found:
         other = places.setdefault(parameter.data_ptr(), name)
@@ -481,7 +517,8 @@ def _lies_as(gradient: Tensor | None, values: Tensor) -> bool:
     return gradient is not None and gradient.layout == torch.strided and gradient.stride() == values.stride()
 
 
-def _refuse_mixture(kind: str, found: Sequence[tuple[str, nn.Parameter]]) -> None:
+def refuse_mixture(kind: str, found: Sequence[tuple[str, Tensor]]) -> None:
+    """Raise `ReplicaError` for tensors of several types or devices, which one flat buffer cannot hold."""
     first_name, first = found[0]
     if not first.is_floating_point():
         raise ReplicaError(f"parameter {first_name!r} is {first.dtype}. Real floating-point parameters are supported.")

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from dure.core.node import Operation
     from dure.job.gradient import Gradient, ShardedUnits
-    from dure.job.gradient_engine import Draws
+    from dure.job.gradient_engine import RandomState
     from dure.partition.layout import Held, StageLayout
     from dure.partition.orders import Action
     from dure.partition.stage_module import Passed
@@ -89,7 +89,7 @@ class ShardedStage(Stage):
         self._unit_of = {layer: unit for unit in self._units for layer in unit.layers}
         self._scatters: deque[tuple[int, Operation[Tensor]]] = deque()
         self._own: Tensor | None = None
-        self._drawn: dict[int, Draws] = {}
+        self._drawn: dict[int, RandomState] = {}
 
     @property
     def _shard(self) -> ShardedUnits:
@@ -176,7 +176,7 @@ class ShardedStage(Stage):
         if unit.memory is not None and not isinstance(unit.memory, Ghost):
             unit.memory.untyped_storage().resize_(0)
 
-    def _draw(self, stage: int, action: Action) -> Sequence[int] | Draws:
+    def _draw(self, stage: int, action: Action) -> Sequence[int] | RandomState:
         """Draw as a whole model does: from the worker and the step, and on from chunk to chunk."""
         if self.shared is not None:  # ways draw numbers of their own between two layers, and together behind them
             return super()._draw(stage, action)

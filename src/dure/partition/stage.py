@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from dure.core.meter import Meter
     from dure.core.node import Node
     from dure.job.gradient import Requester
-    from dure.job.gradient_engine import Draws
+    from dure.job.gradient_engine import RandomState
     from dure.job.optimizer import FlatOptimizer
     from dure.partition.borders import Border, KeptMemory
     from dure.partition.layout import StageLayout
@@ -464,7 +464,7 @@ class Stage:
         if memory.data_ptr() != weights.data_ptr():
             memory.copy_(weights)
 
-    def _draw(self, stage: int, action: Action) -> Sequence[int] | Draws:
+    def _draw(self, stage: int, action: Action) -> Sequence[int] | RandomState:
         """The numbers, or the state, from which random layers draw."""
         return (self.batches.seed, self.batches.replica, action.batch, stage, action.micro)
 

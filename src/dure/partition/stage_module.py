@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from dure.errors import UsageError
-from dure.job.gradient_engine import Draws, Isolated
+from dure.job.gradient_engine import Isolated, RandomState
 from dure.job.replica import Replica
 from dure.partition.blocks import first_samples
 from dure.partition.borders import Kept
@@ -95,7 +95,7 @@ class StageModule:
             self._loss_function = partial(plan.loss, self.ways)
         self._layers = [sorted({number for _, _, number in slots}) for slots in self._slots]
         self._draws = replica.is_stochastic
-        self.drawn: Draws | None = None
+        self.drawn: RandomState | None = None
         self._figures = layout.whole.figures if _is_hashable(layout.shared) else {}
         self._fresh_buffers = replica.buffers_flat()
         self._buffers = _buffers(replica.module)
@@ -129,7 +129,7 @@ class StageModule:
         self,
         chunk: int,
         passed: Passed,
-        draw: Sequence[int] | Draws,
+        draw: Sequence[int] | RandomState,
         border_in: Border | None,
         *,
         graph: bool = True,
@@ -137,12 +137,12 @@ class StageModule:
     ) -> None:
         """Compute the outputs of a chunk from `passed.inputs`; of the last stage its loss, times its share.
 
-        Random layers draw from the numbers in `draw`, or go on from a state; `drawn` is that behind them. Without a `graph` a backward is not possible. The context
-        `during(block)` is open in each block, and not in the loss.
+        Random layers draw from the numbers in `draw`, or go on from a state; `drawn` is the state behind them. Without
+        a `graph` a backward is not possible. The context `during(block)` is open in each block, and not in the loss.
         """
         self.place(chunk, passed)
         value = passed.batch if border_in is None else border_in.value(passed.inputs)
-        seed = (draw if isinstance(draw, Draws) else seed_of(draw)) if self._draws else None
+        seed = (draw if isinstance(draw, RandomState) else seed_of(draw)) if self._draws else None
         with Isolated(True, seed, self.replica.device) as isolated, torch.set_grad_enabled(graph):
             if self.ways is not None:
                 self.ways.begin()

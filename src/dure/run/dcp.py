@@ -124,7 +124,7 @@ def write(
     with _alone():
         save(
             {"model": model, "optim": optim},
-            storage_writer=FileSystemWriter(path),
+            storage_writer=FileSystemWriter(path, single_file_per_rank=False),  # it keeps the tensors of a file
             planner=_FromVectors(values),
             no_dist=True,
         )

@@ -116,6 +116,12 @@ def export(folder: Path, to: Format, out: Path | None = None, *, trust: bool = F
     run, path = SavedRun(folder, trust=trust), out or folder / DEFAULT_NAMES[to]
     if path.exists():
         raise UsageError(f"{path} is there already: give another --out, or remove it.")
+    write_model(run, to, path)
+    return Exported(path, run.found.step, to == "dcp")
+
+
+def write_model(run: SavedRun, to: Format, path: Path) -> None:
+    """Write the model of a run to `path`. If that fails, nothing is left there."""
     run.load_buffers()
     draft = path.with_name(f"{path.name}.tmp")
     try:
@@ -130,7 +136,6 @@ def export(folder: Path, to: Format, out: Path | None = None, *, trust: bool = F
         if draft.is_dir():
             shutil.rmtree(draft)
         draft.unlink(missing_ok=True)
-    return Exported(path, run.found.step, to == "dcp")
 
 
 def _write_safetensors(path: Path, run: SavedRun) -> None:

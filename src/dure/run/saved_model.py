@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 OPTIMIZER = "optimizer."
 """Beginning of the names of the optimizer's vectors."""
 
-PIECE = 1 << 22
+PIECE = 1 << 20
 """Elements of a vector that are read at once."""
 
 

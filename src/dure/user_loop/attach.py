@@ -37,6 +37,7 @@ from dure.topology.gossip.choice import Gossip
 from dure.user_loop.attached import Attached, report_failure
 from dure.user_loop.checks import check_unwrapped
 from dure.user_loop.gossip import LoopGossip
+from dure.user_loop.groups import Lines, PartReplica, check_across, check_strategy, place_of
 from dure.user_loop.optimizer import UserOptimizer, check_free, check_step, unwrapped
 from dure.user_loop.peers import LoopCollectives
 from dure.user_loop.saved import model_text
@@ -45,6 +46,8 @@ from dure.user_loop.shards import LoopShards
 from dure.user_loop.source import LoopSource
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from dure.codec.base import Codec
     from dure.run.strategy import Partition
     from dure.runtime.wire import Credentials
@@ -73,6 +76,7 @@ def attach(
     key_file: str | Path | None = None,
     integrity: Integrity = "mac",
     buffers: BufferRule = "mean",
+    across: DeviceMesh | None = None,
 ) -> Attached:
     """Attach `model` to a method, for a training loop of the user's own on all ranks that were started together.
 
@@ -93,10 +97,14 @@ def attach(
     bytes or more in a file of mode 0600; without it rank 0 draws one and hands it out through the store where the ranks
     meet. Tensors between machines have an authentication code, or with `integrity="checksum"` a checksum alone.
 
+    `across` is for a model that `fully_shard` has split over one dimension of a device mesh: it is the other dimension,
+    along which the method averages the parts that the ranks hold. The method is then `averaging`, `one-shot`, `bmuf`,
+    `diloco`, `easgd` or `eamsgd` over collectives. All groups start from the first one's values.
+
     Raises:
-        UsageError: the strategy makes no sense, servers cannot do what the optimizer does, the model is attached
-            already, a wrapper such as DistributedDataParallel synchronizes it, torch.distributed has another number of
-            ranks than the environment, or others may read the key file.
+        UsageError: the strategy makes no sense, servers or shards cannot do what the optimizer does, the model is
+            attached already, a wrapper such as DistributedDataParallel synchronizes it, torch.distributed has another
+            number of ranks than the environment, or others may read the key file.
         ReplicaError: the model cannot be laid out flat.
         PeerLost: another rank has failed before all were there.
     """
@@ -105,19 +113,22 @@ def attach(
     if buffers not in get_args(BufferRule):
         raise UsageError(f'buffers is "mean" or "rank0", got {buffers!r}. Leave it out for "mean".')
     _check_module(model)
-    check_unwrapped(model)
+    if across is not None:
+        check_across(across)
+        check_strategy(strategy)
+    check_unwrapped(model, allowed="" if across is None else "fully_shard")
     optimizer = unwrapped(optimizer)
     check_free(model, optimizer)
     check_step(optimizer)
     _check_values(model)
-    replica = Replica(model, keep_strides=True, marked=shard is None)
+    replica = Replica(model, keep_strides=True, marked=shard is None) if across is None else PartReplica(model)
     rendezvous = met(_place(), "attach", None if key_file is None else Path(key_file))
     caller = traceback.extract_stack(limit=2)[0]
     with ExitStack() as undo:
         undo.push(partial(_tell_if_failed, rendezvous))
         mine = UserOptimizer(optimizer, replica)
         undo.callback(mine.close)
-        run, sizes = _introduce(rendezvous, strategy, replica, batch_size)
+        run, sizes, lines = _introduce(rendezvous, strategy, replica, batch_size, across)
         credentials = credentials_of(rendezvous, integrity)
         rank = rendezvous.place.rank
         node = ProcessNode(
@@ -131,8 +142,8 @@ def attach(
         undo.callback(monitor.close)
         node.loop.check = monitor.check
         name = f"{type(model).__name__} (model {mine.number}, attached at {Path(caller.filename).name}:{caller.lineno})"
-        worker = _worker(node, replica, mine, sizes, name, buffers)
-        ties = _ties(strategy, node, rendezvous, replica, mine, credentials)
+        worker = _worker(node, replica, mine, sizes, lines, name, buffers)
+        ties = _ties(strategy, node, rendezvous, replica, mine, credentials, lines)
         undo.pop_all()
     return Attached(strategy, rendezvous, replica, mine, worker, ties, monitor, buffers)
 
@@ -144,6 +155,7 @@ def _ties(
     replica: Replica,
     optimizer: UserOptimizer,
     credentials: Credentials,
+    lines: Lines,
 ) -> Ties:
     if topology_of(strategy.topology).clocked:
         return LoopServers(node, rendezvous, replica, strategy, optimizer, credentials)
@@ -151,7 +163,7 @@ def _ties(
         return LoopGossip(node, rendezvous, replica, strategy.topology)
     if isinstance(strategy.partition, Zero):
         return LoopShards(node, rendezvous, replica, strategy, optimizer)
-    return LoopCollectives(node, rendezvous, replica, strategy, optimizer.missing.unused)
+    return LoopCollectives(node, rendezvous, replica, strategy, optimizer.missing.unused, lines.lines)
 
 
 def _chosen(sync: Any, topology: Any, codec: Codec | str | None, partition: Partition | str | None) -> Strategy:
@@ -246,10 +258,12 @@ def _check_values(model: nn.Module) -> None:
             )
 
 
-def _introduce(rendezvous: Rendezvous, strategy: Strategy, replica: Replica, batch_size: int) -> tuple[str, list[int]]:
-    """Exchange the names and sizes of all ranks; returns the run's name and the batch size of each rank.
+def _introduce(
+    rendezvous: Rendezvous, strategy: Strategy, replica: Replica, batch_size: int, across: DeviceMesh | None
+) -> tuple[str, list[int], Lines]:
+    """Exchange the names and sizes of all ranks; returns the run's name, the batch size of each rank, and the lines.
 
-    Raises `UsageError` if ranks attach different strategies or models.
+    Raises `UsageError` if ranks attach different strategies, or ranks of a line different models.
     """
     model = {
         "parameters": replica.numel,
@@ -260,14 +274,17 @@ def _introduce(rendezvous: Rendezvous, strategy: Strategy, replica: Replica, bat
         "layers": model_text(replica),
     }
     mine = {"run": name_of_run(), "strategy": str(strategy), "model": model, "batch_size": batch_size}
-    ranks = rendezvous.exchange("about", mine)
-    for what in ("strategy", "model"):
-        for rank, theirs in enumerate(ranks):
-            if theirs[what] != ranks[0][what]:
+    ranks = rendezvous.exchange("about", mine | place_of(replica, across))
+    lines = Lines.of(ranks)
+    for what, alike in (("strategy", range(len(ranks))), ("model", lines.line(rendezvous.place.rank))):
+        first = alike[0]
+        for rank in alike:
+            if ranks[rank][what] != ranks[first][what]:
                 raise UsageError(
-                    f"all ranks must attach the same {what}: rank 0 has {ranks[0][what]}, rank {rank} {theirs[what]}."
+                    f"all ranks must attach the same {what}: rank {first} has {ranks[first][what]}, rank {rank} "
+                    f"{ranks[rank][what]}."
                 )
-    return ranks[0]["run"], [theirs["batch_size"] for theirs in ranks]
+    return ranks[0]["run"], [theirs["batch_size"] for theirs in ranks], lines
 
 
 def _worker(
@@ -275,24 +292,25 @@ def _worker(
     replica: Replica,
     optimizer: UserOptimizer,
     sizes: Sequence[int],
+    lines: Lines,
     name: str,
     rule: BufferRule,
 ) -> WorkerState:
-    buffers = replica.buffers_flat()
+    buffers, weights, line = replica.buffers_flat(), lines.of_groups(sizes), lines.line(node.rank)
 
     def merge(snapshots: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Merge buffers, weighted by batch size unless those of a rank are missing."""
+        """Merge buffers of a line or of all ranks, weighted by batch size unless those of a rank are missing."""
         if rule == "rank0":
             return snapshots[0]
-        return replica.merge_buffers(snapshots, sizes if len(snapshots) == len(sizes) else None)
+        return replica.merge_buffers(snapshots, {len(each): each for each in (weights, sizes)}.get(len(snapshots)))
 
     return WorkerState(
         node=node,
-        rank=node.rank,
-        world_size=len(sizes),
+        rank=line.index(node.rank),
+        world_size=len(line),
         params=replica.params,
         optimizer=optimizer,
-        source=LoopSource(node, replica, sizes[node.rank], name),
+        source=LoopSource(node, replica, weights[line.index(node.rank)], name),
         meter=node.meter,
         boundary=Boundary(None),
         total_weight=float(sum(sizes)),

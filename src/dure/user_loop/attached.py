@@ -25,6 +25,7 @@ import torch
 
 from dure.core.node import EndOfWork, Suspend
 from dure.core.text import log
+from dure.core.vectors import all_finite
 from dure.errors import DureError, PeerLost, ReplicaError, UsageError
 from dure.partition.mesh import zero_of
 from dure.run.strategy import member_text
@@ -80,6 +81,7 @@ class Attached:
         buffers: str = "mean",
     ) -> None:
         self.strategy = strategy
+        self._place = rendezvous.place
         self._replica = replica
         self._optimizer = optimizer
         self._worker = worker
@@ -118,11 +120,11 @@ class Attached:
 
     @property
     def rank(self) -> int:
-        return self._worker.rank
+        return self._place.rank
 
     @property
     def world_size(self) -> int:
-        return self._worker.world_size
+        return self._place.world_size
 
     @property
     def clock(self) -> int:
@@ -177,35 +179,49 @@ class Attached:
                 scaler = None
             if scaler is not None:
                 self._check.begin(scaler, stepped)
-            self._optimizer.missing.look(self.clock, exchanged=self._source.is_exchanged)
+            if not self._source.is_over:
+                self._optimizer.missing.look(self.clock, exchanged=self._source.is_exchanged)
             self._examine("step")
-            mine = scaler is not None and not self._source.exchanges and self._check.overflowed(scaler)
+            mine = self._is_faulty(scaler)
             if not self._ties.intend("overflow" if mine else "step"):
                 self._finish()
                 return False
             if scaler is None:
-                skipping = self._check.refuses(self._source, self.clock) or self._ties.overflowed
+                overflowed = self._ties.overflowed
+                elsewhere = overflowed and self._replica.is_part
+                skipping = self._check.refuses(self._source, self.clock, elsewhere=elsewhere) or overflowed
             else:
                 # A gradient that is exchanged during backward is the mean by now, which tells all ranks.
                 known = None if self._source.exchanges else mine or self._ties.overflowed
                 skipping = self._check.skips(scaler, known)
-            self._advance(skipping=skipping)
+            self._advance(skipping=skipping or (self._replica.is_part and self._ties.skipped))
             return True
+
+    def _is_faulty(self, scaler: GradScaler | None) -> bool:
+        """Whether all ranks are to skip the step, since the gradient of this one overflowed, which they do not see.
+
+        Without a scaler, a rank that has a whole replica decides for itself.
+        """
+        if scaler is not None:
+            return not self._source.exchanges and self._check.overflowed(scaler)
+        return self._replica.is_part and not all_finite(self._replica.grads)
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Limit the norm of the next step's gradient to `max_norm`; returns the norm before, a tensor of one number.
 
-        As `torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)`, which cannot be used with shards: each rank
-        has a part of the mean there, and all clip it by the norm of the whole. All ranks call it, after the last
-        backward of the step.
+        It clips what `torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)` would, which cannot be used with
+        shards: there each rank has a part of the mean, and clips it by the norm of the whole. All ranks call it, after
+        the last backward of the step.
         """
         if not self._may("clip_grad_norm_"):
             return torch.zeros(())
         exchange = self._source.exchanged
-        if not isinstance(exchange, ShardedExchange):
-            return torch.nn.utils.clip_grad_norm_(self._replica.parameters, max_norm)
         with self._lifetime.guarded():
-            return exchange.clip(max_norm) if self._ties.intend("step") else torch.zeros(())
+            if exchange is not None and not self._ties.intend("step"):  # for a rank without a backward
+                return torch.zeros(())
+            if isinstance(exchange, ShardedExchange):
+                return exchange.clip(max_norm)
+        return torch.nn.utils.clip_grad_norm_(self._replica.parameters, max_norm)
 
     def skip(self) -> bool:
         """Make a step without a gradient: the clock advances, and this rank contributes zero.
@@ -282,6 +298,7 @@ class Attached:
         self._lifetime.inside = "evaluation"
         try:
             yield
+            replica.collect()
             changed = not torch.equal(sums_of_runs(replica.params), sums_of_runs(delivered.params))
         finally:
             self._lifetime.inside = ""
@@ -320,8 +337,10 @@ class Attached:
                 "state_dict() was called between accumulate() and step(), and the gradients that add up there are in "
                 "no state: a training that goes on from it would lose them. Save after replica.step()."
             )
+        if self._aside is None:
+            self._replica.collect()
         present = self._aside or (self._replica.params, self._replica.buffers_flat())
-        return saved.state_dict(self.strategy, self._worker, self._replica, self.optimizer, present)
+        return saved.state_dict(self.strategy, self._place, self._worker, self._replica, self.optimizer, present)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on as the rank whose `state_dict()` this is; all ranks call it between two steps, each with its own.
@@ -334,7 +353,7 @@ class Attached:
         if not self._may("load_state_dict"):
             return
         with self._lifetime.guarded():
-            found = saved.checked(state, self.strategy, self._worker, self._replica, self.optimizer)
+            found = saved.checked(state, self.strategy, self._place, self._worker, self._replica, self.optimizer)
             self._lifetime.agree_on("the step of a loaded state", found.clock)
             self._source.discard()
             self.zero_grad()
@@ -361,6 +380,7 @@ class Attached:
             return
         if self._may("close"):
             with self._lifetime.guarded():
+                self._replica.collect()
                 self._model_check.check("close")
                 _note_buffers(self._worker, self._replica)
                 self._source.discard()
@@ -392,7 +412,8 @@ class Attached:
         try:
             self._replica.check()
         except ReplicaError:
-            check_unwrapped(self._replica.module)  # a wrapper that has moved the parameters says more
+            # A wrapper that has moved the parameters says more.
+            check_unwrapped(self._replica.module, allowed="fully_shard" if self._replica.is_part else "")
             raise
         self._optimizer.check()
         self._model_check.check(call)
@@ -535,12 +556,12 @@ class Lifetime:
         name = f"agreed {self._node.identity.job} {self._agreed}"
         for rank, theirs in enumerate(self._rendezvous.exchange(name, mine, self._monitor.check)):
             if theirs != mine:
-                raise UsageError(f"{what} is {mine} at rank {self._worker.rank}, and {theirs} at rank {rank}.")
+                raise UsageError(f"{what} is {mine} at rank {self._node.rank}, and {theirs} at rank {rank}.")
 
     def remind(self, owner: object) -> None:
         """Have a warning logged if `owner` is dropped, or the process ends, while the training runs."""
         if self._reminder is None:
-            self._reminder = weakref.finalize(owner, _warn_of_no_close, self._worker.rank)
+            self._reminder = weakref.finalize(owner, _warn_of_no_close, self._node.rank)
 
     @contextmanager
     def guarded(self) -> Iterator[None]:

@@ -30,6 +30,7 @@ from dure.core.vectors import all_finite
 from dure.errors import Quarantined, UsageError
 from dure.job.replica import as_bytes
 from dure.sync.worker_state import MOST_REFUSED
+from dure.user_loop.groups import local
 
 if TYPE_CHECKING:
     from torch.amp import GradScaler
@@ -44,11 +45,14 @@ if TYPE_CHECKING:
 _FSDP = "torch.distributed.fsdp"
 
 
-def check_unwrapped(model: nn.Module) -> None:
-    """Raises `UsageError` where `model` or a submodule synchronizes itself: DDP, DataParallel, FSDP, fully_shard."""
+def check_unwrapped(model: nn.Module, allowed: str = "") -> None:
+    """Raises `UsageError` where `model` or a submodule synchronizes itself: DDP, DataParallel, FSDP, fully_shard.
+
+    The wrapper that is `allowed` is not refused.
+    """
     for name, module in model.named_modules():
         wrapper = _wrapper(module)
-        if wrapper is None:
+        if wrapper is None or wrapper == allowed:
             continue
         place = "the model" if not name else f"the submodule {name!r}"
         raise UsageError(
@@ -104,7 +108,11 @@ def _living() -> Iterator[DistributedDataParallel]:
 
 def _advice(name: str, wrapper: str) -> str:
     if wrapper == "fully_shard":
-        return 'Attach the module before it is sharded, where shard="zero:stage=2" of dure.attach shards it'
+        return (
+            "If it is split inside groups of ranks, and a method is to synchronize the groups, give the dimension of "
+            'the groups: dure.attach(..., across=mesh["groups"]). Or attach the module before it is sharded, where '
+            'shard="zero:stage=2" of dure.attach shards it'
+        )
     inside = f"model.{name}.module" if name else "model.module"
     return f"Attach the module inside ({inside})" if not name else f"Put the module inside ({inside}) in its place"
 
@@ -158,6 +166,7 @@ class GradientCheck:
         except RuntimeError as error:
             if "already" not in str(error):
                 raise
+        self._replica.check()  # where `grads` is a copy, it is still that of the scaled gradients
         return not all_finite(self._replica.grads)
 
     def skips(self, scaler: GradScaler, known: bool | None) -> bool:
@@ -171,27 +180,28 @@ class GradientCheck:
                 found.fill_(1.0)
         return skipping
 
-    def refuses(self, source: LoopSource, clock: int) -> bool:
-        """Whether the gradients of step `clock` hold NaN or infinity.
+    def refuses(self, source: LoopSource, clock: int, *, elsewhere: bool) -> bool:
+        """Whether the gradients of step `clock` hold NaN or infinity, at this rank or `elsewhere` in the model.
 
         Raises `Quarantined` if those of several steps in a row do.
         """
         rank, exchange = self._node.rank, source.exchange if source.wants_mean else None
-        refused = not (all_finite(self._replica.grads) if exchange is None else exchange.is_finite)
+        mine = not (all_finite(self._replica.grads) if exchange is None else exchange.is_finite)
+        refused = mine or elsewhere
         self._refused = self._refused + 1 if refused else 0
         if exchange is not None:
             exchange.examines = refused
         if self._refused >= MOST_REFUSED:
-            ranks = [rank]
+            ranks = [rank] if mine else []
             if exchange is not None:
                 asking = self._node.spawn(exchange.faulty_ranks(), self._node.name)
                 ranks = self._node.loop.run_until(asking)
-            whose = ", ".join(f"rank {each}" for each in ranks) or "a rank"
+            whose = ", ".join(f"rank {each}" for each in ranks) or "another rank"
             raise Quarantined(
                 f"the gradients of {source.name} at {whose} hold NaN or infinity in {self._refused} steps in a row, "
                 f"the last of them step {clock}. Try a lower learning rate, and look at the data of these steps."
             )
-        if refused:
+        if mine:
             log.warning(
                 "the gradient of step %d of %s at rank %d holds NaN or infinity: skipped.", clock, source.name, rank
             )
@@ -272,7 +282,8 @@ _REMOVED = (
 
 
 def _has_values(gradient: torch.Tensor) -> bool:
-    return gradient.layout != torch.strided or bool(gradient.any())
+    """Whether a gradient, or its part at this rank, is not zero; a sparse one counts as such."""
+    return gradient.layout != torch.strided or bool(local(gradient).any())
 
 
 # ---- changes in place

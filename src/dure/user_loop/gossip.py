@@ -22,7 +22,7 @@ from dure.topology.collective.choice import Collective
 from dure.topology.collective.message_group import SentGroup, algorithm_of
 from dure.topology.gossip.graph import build
 from dure.topology.gossip.topology import Peer
-from dure.user_loop.peers import begin_as_rank_0, meet_on_wires
+from dure.user_loop.peers import begin_as_first, meet_on_wires
 
 if TYPE_CHECKING:
     from dure.core.node import Group
@@ -38,11 +38,12 @@ if TYPE_CHECKING:
 class LoopGossip:
     """Ties over gossip. Raises `StrategyError` for a graph that does not fit the ranks.
 
-    `overflowed` is never set: each rank skips its own overflows. `bytes_sent` is 0: all bytes go over the wire.
+    `overflowed` and `skipped` are never set: each rank skips its own steps. `bytes_sent` is 0: all bytes go over the
+    wire.
     `undone_at`: each step replaces the module's model.
     """
 
-    overflowed = False
+    overflowed = skipped = False
     bytes_sent = 0
     undone_at = ("step", "skip", "evaluation", "close")
 
@@ -61,7 +62,7 @@ class LoopGossip:
         """Have every replica start as rank 0's, and serve the neighbors."""
         source.shares_memory = False
         worker.params = worker.params.clone()
-        await begin_as_rank_0(self._group, worker, self._replica)
+        await begin_as_first(self._group, worker, self._replica)
         worker.params.copy_(self._replica.params)
         peer = Peer(self._node, worker, self._graph, seed=self._topology.seed)
         worker.sessions.peer = peer

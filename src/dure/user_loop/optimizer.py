@@ -104,7 +104,7 @@ class UserOptimizer:
         if gradient is not replica.grads:
             replica.grads.copy_(gradient)
         unused = [index for index in self.unused if replica.is_unused(index)]
-        with self._stepping(), replica.without_gradients(unused):
+        with self._stepping(), replica.stepping(unused):
             self.optimizer.step()
         if out is not replica.params:
             out.copy_(replica.params)
@@ -269,7 +269,8 @@ def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
     if _names(optimizer) & _SYNCHRONIZING:
         raise UsageError(
             f"{kind} synchronizes the ranks as well: both would do so. Attach with the optimizer that it is made of, "
-            "such as torch.optim.AdamW(model.parameters(), lr=0.001)."
+            "such as torch.optim.AdamW(model.parameters(), lr=0.001). To shard its state over the ranks, write "
+            'dure.attach(model, optimizer, sync="bsp", shard="zero:stage=1").'
         )
     if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         raise UsageError(

@@ -41,15 +41,16 @@ def meet_on_wires(node: ProcessNode, rendezvous: Rendezvous) -> None:
     node.directory.update({f"worker {rank}": (host, port) for rank, (host, port) in enumerate(places)})
 
 
-async def begin_as_rank_0(group: Group, worker: WorkerState, replica: Replica) -> None:
-    """Give the replicas of all ranks the parameters, buffers and constants of rank 0."""
-    await group.broadcast(replica.params, 0)
+async def begin_as_first(group: Group, worker: WorkerState, replica: Replica) -> None:
+    """Give the replicas of all ranks of a group the parameters, buffers and constants of its first."""
+    first = group.ranks[0]
+    await group.broadcast(replica.params, first)
     if worker.buffers is not None:
-        await group.broadcast(worker.buffers, 0)
+        await group.broadcast(worker.buffers, first)
         replica.load_buffers(worker.buffers)
     for constant in replica.constants.values():
         if constant.numel():
-            copy_bytes(constant, await group.broadcast(as_bytes(constant).to(replica.device), 0))
+            copy_bytes(constant, await group.broadcast(as_bytes(constant).to(replica.device), first))
 
 
 class SentCollectives:
@@ -61,6 +62,7 @@ class SentCollectives:
         self.group: Group = AloneGroup(node)
         if not self.alone:
             self.group = SentGroup(node, range(size), algorithm_of(topology), node.meter)
+        self.line = self.group
 
     def close(self, *, failed: bool = False) -> None:
         """Do nothing: the connections are the node's."""
@@ -83,7 +85,10 @@ def copied(worker: WorkerState, group: Group) -> WorkerState:
 class LoopCollectives:
     """Ties over collectives.
 
-    `overflowed`: the scaled gradient of a rank, in the step that was agreed on last, holds NaN or infinity. `undone_at`
+    Means are those of this rank's line, of the `lines` of all ranks. All ranks agree on a step.
+
+    In the step that was agreed on last, `overflowed`: the gradient of a rank holds NaN or infinity, and `skipped`: a
+    rank leaves the step out. `undone_at`
     names the calls that undo a change of the model in place: the end, if a center is delivered and not the replica.
     """
 
@@ -94,6 +99,7 @@ class LoopCollectives:
         replica: Replica,
         strategy: Strategy,
         missing: Callable[[], Sequence[int]],
+        lines: Sequence[Sequence[int]] = (),
     ) -> None:
         topology: Any = strategy.topology
         self._sync = strategy.sync
@@ -102,29 +108,32 @@ class LoopCollectives:
         self._replica = replica
         by_engine = topology.algorithm == "engine"
         self._engine = (
-            Engine(node, rendezvous, replica.device) if by_engine else SentCollectives(node, rendezvous, topology)
+            Engine(node, rendezvous, replica.device, lines)
+            if by_engine
+            else SentCollectives(node, rendezvous, topology)
         )
-        self._group: Group = self._engine.group
+        self._group: Group = self._engine.line
         codec = None if isinstance(strategy.codec, Float32) or self._engine.alone else strategy.codec
-        if codec is not None:
-            self._group = CompressedGroup(node, self._engine.group, codec, replica.layers, node.meter)
+        if codec is not None and replica.numel:
+            self._group = CompressedGroup(node, self._group, codec, replica.layers, node.meter)
         if codec is not None or not by_engine:
             meet_on_wires(node, rendezvous)
         self._delivers = traits_of(strategy.sync).delivers
         self.undone_at = () if self._delivers in ("replica", "mean") else ("close",)
-        self._agreement = Agreement(self._group)
+        self._agreement = Agreement(self._engine.group)
         self._source: LoopSource | None = None
-        self.overflowed = False
+        self.overflowed = self.skipped = False
 
     async def begin(self, worker: WorkerState, source: LoopSource, failed: Failed) -> None:
-        """Have every replica start as rank 0's."""
+        """Have every replica start as the first of its line."""
         group, replica = self._group, self._replica
         worker.sessions.group = GroupSession(worker, group)
         self._source = source
         if self._engine.alone:
             return
-        await begin_as_rank_0(group, worker, replica)
-        source.exchange = self._exchange(worker, failed, source.name)
+        await begin_as_first(group, worker, replica)
+        if not replica.is_part:
+            source.exchange = self._exchange(worker, failed, source.name)
 
     def _exchange(self, worker: WorkerState, failed: Failed, name: str) -> Exchange:
         return Exchange(self._node, self._group, self._replica, worker.share, failed, name, self._missing)
@@ -132,7 +141,7 @@ class LoopCollectives:
     @property
     def bytes_sent(self) -> int:
         """Bytes that this rank has sent in collectives of PyTorch, by the count of a ring."""
-        return int(getattr(self._engine.group, "bytes_sent", 0))
+        return sum(getattr(group, "bytes_sent", 0) for group in {self._engine.group, self._engine.line})
 
     def processes(self) -> Mapping[str, int]:
         """An empty table: there are no servers."""
@@ -154,7 +163,7 @@ class LoopCollectives:
 
     async def _agree(self, mine: Intention) -> bool:
         counts = self._agreement.read(await self._agreement.start(mine))
-        self.overflowed = counts.overflow > 0
+        self.overflowed, self.skipped = counts.overflow > 0, counts.skip > 0
         return counts.going_on
 
     async def delivered(self, worker: WorkerState) -> WorkerState:
@@ -174,7 +183,7 @@ class LoopCollectives:
     async def finish(self, worker: WorkerState) -> torch.Tensor:
         """Merge the buffers, and return the parameters that the method delivers after the common last step."""
         if worker.buffers is not None:
-            worker.buffers = worker.merge_buffers(await self._group.all_gather(worker.buffers))
+            worker.buffers = worker.merge_buffers(await self._engine.group.all_gather(worker.buffers))
         return worker.delivering(self._delivers)
 
     async def share_buffers(self, worker: WorkerState) -> None:

@@ -29,6 +29,7 @@ from dure.sync.base import traits_of
 if TYPE_CHECKING:
     from dure.job.replica import Replica
     from dure.run.strategy import Strategy
+    from dure.runtime.launch.rendezvous import RankEnvironment
     from dure.sync.worker_state import WorkerState
 
 FORMAT = 2
@@ -42,13 +43,14 @@ FORM_OF_REPLICA = {"tensors": dict, "plain": dict, "kind": str, "optimizer": dic
 def model_text(replica: Replica) -> str:
     """A text that differs for models of other layers: their names, shapes and strides, and their constants."""
     pairs = zip(replica.layers, replica.parameters, strict=True)
-    layers = [[layer.name, list(layer.shape), list(parameter.stride())] for layer, parameter in pairs]
+    layers = [[layer.name, list(parameter.shape), list(parameter.stride())] for layer, parameter in pairs]
     constants = [[name, list(each.shape), str(each.dtype)] for name, each in replica.constants.items()]
     return hashlib.sha256(repr([layers, constants]).encode()).hexdigest()[:16]
 
 
 def state_dict(
     strategy: Strategy,
+    place: RankEnvironment,
     worker: WorkerState,
     replica: Replica,
     optimizer: torch.optim.Optimizer,
@@ -62,8 +64,8 @@ def state_dict(
     whole = {
         "format": FORMAT,
         "strategy": str(strategy),
-        "rank": worker.rank,
-        "world_size": worker.world_size,
+        "rank": place.rank,
+        "world_size": place.world_size,
         "model": model_text(replica),
         "clock": worker.clock,
     }
@@ -123,6 +125,7 @@ class RankState:
 def checked(
     state: Mapping[str, Any],
     strategy: Strategy,
+    place: RankEnvironment,
     worker: WorkerState,
     replica: Replica,
     optimizer: torch.optim.Optimizer,
@@ -146,16 +149,16 @@ def checked(
             "replica.state_dict() gave, unchanged."
         )
     of_shard = zero_of(strategy.partition) is not None
-    _check_fits(state, worker, mine, "a part of the optimizer's state" if of_shard else "a replica of its own")
+    _check_fits(state, place, mine, "a part of the optimizer's state" if of_shard else "a replica of its own")
     return RankState(state, of_shard)
 
 
-def _check_fits(state: Mapping[str, Any], worker: WorkerState, mine: dict[str, Any], held: str) -> None:
+def _check_fits(state: Mapping[str, Any], place: RankEnvironment, mine: dict[str, Any], held: str) -> None:
     if "tensors" in state:
-        mine["rank"] = worker.rank
-    if "tensors" in state and state["world_size"] != worker.world_size:
+        mine["rank"] = place.rank
+    if "tensors" in state and state["world_size"] != place.world_size:
         raise UsageError(
-            f"this state is of a training with {state['world_size']} ranks, and {worker.world_size} are attached: each "
+            f"this state is of a training with {state['world_size']} ranks, and {place.world_size} are attached: each "
             f"has {held}. Start {state['world_size']} ranks, or load the model alone and leave the state."
         )
     for name, value in mine.items():

@@ -63,12 +63,13 @@ MOST_SHARDS = 64
 class LoopServers:
     """Ties over parameter servers. Raises `UsageError` for what servers cannot do with the user's optimizer.
 
-    `overflowed` is never set: each rank skips its own overflows. `bytes_sent` is 0: all bytes go over the wire.
+    `overflowed` and `skipped` are never set: each rank skips its own steps. `bytes_sent` is 0: all bytes go over the
+    wire.
     `undone_at` names the calls that undo a change of the model in place: where servers have the only model, all that
     pull it, and else the end.
     """
 
-    overflowed = False
+    overflowed = skipped = False
     bytes_sent = 0
 
     def __init__(

@@ -158,6 +158,11 @@ class ShardedExchange(Exchange):
         self._scatters = None
         super().arm()
 
+    def close(self) -> None:
+        """As `Exchange.close`; parameters may have gradients again."""
+        super().close()
+        self._replica.zero_grad()
+
     def _launch(self, part: torch.Tensor) -> None:
         if self.examines and not all_finite(part):
             self._faulty = True
@@ -208,8 +213,8 @@ class ScatteredGradient(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Raise `UsageError`."""
         raise UsageError(
-            f"{func} was called with a gradient that is sharded: backward() has scattered it, and each rank has "
-            "a part of the mean. To clip, write replica.clip_grad_norm_(1.0) in place of clip_grad_norm_(...). Call "
+            f"a gradient that is sharded was used, by {func}: backward() has scattered it, and each rank has a part "
+            "of the mean. To clip, write replica.clip_grad_norm_(1.0) in place of clip_grad_norm_(...). Call "
             "backward() once before replica.step(), and all other backwards of that step inside `with "
             "replica.accumulate():`; zero_grad() discards a gradient that belongs to no step, with set_to_none=True."
         )

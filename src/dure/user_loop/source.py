@@ -63,8 +63,9 @@ class StatelessSource:
 class LoopSource(StatelessSource):
     """A `GradientSource`: the method's request is pending until the user's next `step()`.
 
-    `batch_size` is this rank's weight, and `name` is the model's in errors and warnings. `exchange` makes the group's
-    mean of a gradient, None in a world of one. `shares_memory`: the worker's parameters are those of the module.
+    `batch_size` is the weight of this replica, and `name` is the model's in errors and warnings. `exchange` makes the
+    group's mean of a gradient, None in a world of one and for a replica that is a part of a model. `shares_memory`: the
+    worker's parameters are those of the replica.
     """
 
     def __init__(self, node: ProcessNode, replica: Replica, batch_size: int, name: str) -> None:
@@ -93,6 +94,11 @@ class LoopSource(StatelessSource):
     def is_exchanged(self) -> bool:
         """Whether the pending gradient has been made the group's mean already."""
         return self.exchange is not None and self.wants_mean and self.exchange.going is not None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the exchange of the pending gradient has found that a rank has no more work."""
+        return self.is_exchanged and self.exchange is not None and not self.exchange.going
 
     @property
     def exchanged(self) -> Exchange | None:
@@ -134,14 +140,19 @@ class LoopSource(StatelessSource):
         return self._ask(requester, mean=False)
 
     def mean_gradient(self, requester: Requester) -> Operation[Gradient]:
+        if self._replica.is_part:
+            raise UsageError(
+                "the method asks for the mean of a gradient over all groups, and fully_shard exchanges the gradients "
+                'of a step inside each group. Take a method that averages models: sync="averaging", "bmuf" or "diloco".'
+            )
         return self._ask(requester, mean=True)
 
     def give(self) -> None:
         """Answer the request with the replica's `grads`: the tensor itself if it is the group's mean, else a copy."""
         replica = self._replica
         buffers = replica.buffers_flat() if self._has_buffers else None
-        # A copy, as `grads` is zeroed after the step: the method may still send its gradient then.
-        values = replica.grads if self.wants_mean else replica.grads.clone()
+        # The method may still send its gradient after the step.
+        values = replica.grads if self.wants_mean else replica.kept_gradient()
         if self.exchanged is not None:
             values = self.exchanged.mean
         self._answer().resolve(Gradient(values, 0.0, self.batch_size, buffers, checked=True))
@@ -159,6 +170,7 @@ class LoopSource(StatelessSource):
             requester.settle(self._replica.params)
         else:
             self._replica.load(requester.params)
+        self._replica.publish()
         if requester.buffers is not None:
             self._replica.load_buffers(requester.buffers)
         self.wants_mean = mean

@@ -348,16 +348,21 @@ class AloneGroup:
 
 
 class Engine:
-    """The process group of all ranks in `rendezvous`, separate from the user's own process group if there is one.
+    """The process groups of the ranks in `rendezvous`, separate from the user's own process group if there is one.
 
     Tensors on `device` travel by the device's backend, those of control by Gloo, whichever the user's group has.
-    `group` is the `Group` that methods use; `alone` is true in a world of one rank.
+    `group` is the `Group` of all ranks. `line` is that of this rank's line, where `lines` divide the ranks, and else
+    `group`. `alone` is true in a world of one rank.
     """
 
-    def __init__(self, node: ProcessNode, rendezvous: Rendezvous, device: torch.device) -> None:
+    def __init__(
+        self, node: ProcessNode, rendezvous: Rendezvous, device: torch.device, lines: Sequence[Sequence[int]] = ()
+    ) -> None:
         self.alone = rendezvous.place.world_size == 1
         self.group: ProcessGroup | AloneGroup = AloneGroup(node)
+        self.line: ProcessGroup | AloneGroup = self.group
         self._engine: dist.ProcessGroup | None = None
+        self._engine_of_line: dist.ProcessGroup | None = None
         self._is_mine = False
         self._device = device
         self._connections: dict[int, str] = {}
@@ -374,8 +379,16 @@ class Engine:
                 store = dist.PrefixStore("engine", rendezvous.store)  # type: ignore[attr-defined]
                 dist.init_process_group(backends, store=store, rank=node.rank, world_size=len(world), timeout=TIMEOUT)
                 self._is_mine = True
+            self.group = ProcessGroup(node, world, self._engine)
+            self.line = self._line(node, lines, backends) if len(lines) > 1 else self.group
         self._connections = dict(sockets().items() - before.items())
-        self.group = ProcessGroup(node, world, self._engine)
+
+    def _line(self, node: ProcessNode, lines: Sequence[Sequence[int]], backends: str) -> ProcessGroup:
+        """Make the group of each line, as all ranks must; returns this rank's."""
+        made = [dist.new_group(list(line), timeout=TIMEOUT, backend=backends) for line in lines]
+        mine = next(number for number, line in enumerate(lines) if node.rank in line)
+        self._engine_of_line = made[mine]
+        return ProcessGroup(node, lines[mine], made[mine])
 
     def close(self, *, failed: bool = False) -> None:
         """Destroy the process group; an operation of another rank that needs this rank fails.
@@ -385,17 +398,22 @@ class Engine:
         Gloo misses that if the operation has just begun, so that the destruction has a time limit. Its errors are no
         news, and would hide the failure. A second call does nothing.
         """
-        is_mine, engine = self._is_mine, self._engine
-        self._is_mine, self._engine = False, None
+        is_mine, engine, line = self._is_mine, self._engine, self._engine_of_line
+        self._is_mine, self._engine, self._engine_of_line = False, None, None
         if not is_mine and engine is None:
             return
+        engines = (
+            [engine] if line is None or is_mine else [line, engine]
+        )  # the default group is destroyed with all others
         if not failed:
-            dist.destroy_process_group(engine)
+            for each in engines:
+                dist.destroy_process_group(each)
             return
-        self._abort(engine)
+        for each in engines:
+            self._abort(each)
         break_connections(self._connections)
         self._connections = {}
-        destroying = Thread(target=_destroy_quietly, args=(engine,), name="end of the engine", daemon=True)
+        destroying = Thread(target=_destroy_quietly, args=(engines,), name="end of the engine", daemon=True)
         destroying.start()
         destroying.join(DESTROY_SECONDS)
 
@@ -407,9 +425,10 @@ class Engine:
                 group._get_backend(self._device).abort()
 
 
-def _destroy_quietly(engine: dist.ProcessGroup | None) -> None:
-    with suppress(RuntimeError):
-        dist.destroy_process_group(engine)
+def _destroy_quietly(engines: Sequence[dist.ProcessGroup | None]) -> None:
+    for engine in engines:
+        with suppress(RuntimeError):
+            dist.destroy_process_group(engine)
 
 
 def break_connections(connections: Mapping[int, str]) -> None:

@@ -35,6 +35,10 @@ class Counts(NamedTuple):
     ranks: int
 
     @property
+    def skip(self) -> int:
+        return self.ranks - self.step - self.end - self.evaluate - self.overflow
+
+    @property
     def going_on(self) -> bool:
         """Whether all ranks step or skip, or all only evaluate.
 
