@@ -129,29 +129,34 @@ def test_two_levels_are_the_answer_where_they_are_faster_than_the_ring(job, on, 
     assert (levels < ring) == (inside.gpu != "v100-pcie-16gb")  # PCIe is no faster than 8 cards of a ring
 
 
-LLAMA = "transformer:layers=32,hidden=4096,heads=32,ffn=11008,vocab=32000,form=llama,sequence=2048,optimizer=adamw"
-"""7 billion parameters."""
+LLAMA = "transformer:hidden=4096,heads=32,ffn=11008,vocab=32000,form=llama,sequence=2048,optimizer=adamw"
+"""7 billion parameters in 32 layers, 1 billion in 4."""
 
 
-def test_a_large_model_is_sharded_where_it_does_not_fit_whole():
-    """108 GB of weights, gradient and state of the optimizer in single precision, on GPUs with 80 GB."""
-    here = scene(f"{LLAMA},precision=tf32,batch=4,recompute=true", "1x8 a100-sxm4-80gb")
+@pytest.mark.parametrize(
+    ("layers", "on", "memory"),
+    [(4, "1x8 v100-sxm2-16gb", 17e9), pytest.param(32, "1x8 a100-sxm4-80gb", 86e9, marks=pytest.mark.long)],
+)
+def test_a_large_model_is_sharded_where_it_does_not_fit_whole(layers, on, memory):
+    """16 bytes a parameter of weights, gradient and state of the optimizer: 17 and 108 GB."""
+    here = scene(f"{LLAMA},layers={layers},precision=fp32,batch=1,recompute=true", on)
     with pytest.raises(UsageError, match=r"Shard it, as in --partition zero:stage=3, split the model"):
         timed(here, PLAIN)
     some, all_of_it = (timed(here, f"bsp zero:stage={stage}") for stage in (2, 3))
-    assert 40e9 < some.memory.total < 85e9
-    assert all_of_it.memory.total < 40e9
+    assert all_of_it.memory.total < some.memory.total < memory
+    assert all_of_it.memory.total < memory / 2
     assert all_of_it.seconds == pytest.approx(some.seconds, rel=0.1)
-    deep = "bsp 1f1b:stages=8,micro=16,cuts=profile"
-    assert order(here, deep, "bsp zero:stage=3")[0] == "bsp zero:stage=3"
+    assert order(here, "bsp 1f1b:stages=2,micro=2,cuts=even", "bsp zero:stage=3")[0] == "bsp zero:stage=3"
 
 
 @pytest.mark.long
-def test_shards_inside_hosts_and_split_layers_are_ahead_on_many_hosts():
-    here = scene(f"{LLAMA},precision=tf32,batch=2,recompute=true", "8x8 a100-sxm4-80gb @ 200 Gbit/s")
-    flat, inside = seconds(here, "bsp zero:stage=3", "bsp zero:stage=3,within=host")
+def test_parameters_are_sharded_inside_hosts_where_the_network_between_them_is_slow():
+    here = scene(f"{LLAMA},layers=32,precision=tf32,batch=1,recompute=true", "8x8 a100-sxm4-80gb @ 100 Gbit/s")
+    hosts, everywhere = "bsp zero:stage=3,within=host", "bsp zero:stage=3"
+    found = order(here, hosts, everywhere, "bsp zero:stage=1,within=host", "bsp tensor:ways=8+zero:stage=3")
+    assert found[0] == hosts
+    inside, flat = seconds(here, hosts, everywhere)
     assert inside < 0.8 * flat
-    assert answer(here).startswith(("bsp zero:stage=", "bsp tensor:", "bsp interleaved", "bsp 1f1b"))
 
 
 def test_a_small_model_is_not_sharded_for_speed():
