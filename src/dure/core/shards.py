@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from dure.core.node import Group
 from dure.core.vectors import Range, Ranges, equal_ranges, size
@@ -91,6 +91,15 @@ def part_of(ranges: Ranges, start: int, stop: int) -> Ranges:
             found.append((first + low, first + high))
         at += last - first
     return found
+
+
+class ShardedMemory(NamedTuple):
+    """Elements that a worker with a shard keeps, by kind of memory; `optimizer`: of each vector of its state."""
+
+    weights: int
+    gradient: int
+    optimizer: int
+    messages: int
 
 
 class ShardedGroup(Group, Protocol):
