@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from dure.core.node import Group
 from dure.core.vectors import Range, Ranges, equal_ranges, size
@@ -76,6 +76,15 @@ class Shards:
                 whole[start:stop] = shard[at : at + stop - start]
                 at += stop - start
         return whole
+
+
+class ShardedMemory(NamedTuple):
+    """Elements that a rank with a shard keeps, by kind of memory; `optimizer`: of each vector of its state."""
+
+    weights: int
+    gradient: int
+    optimizer: int
+    messages: int
 
 
 def part_of(ranges: Ranges, start: int, stop: int) -> Ranges:

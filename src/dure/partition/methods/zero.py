@@ -25,21 +25,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal
 
 from dure.core.catalogue import parameter
-from dure.core.shards import SLICES_AT_ONCE, UNITS_AT_ONCE, Shards
+from dure.core.shards import SLICES_AT_ONCE, UNITS_AT_ONCE, ShardedMemory, Shards
 from dure.core.vectors import size
 from dure.errors import UsageError
-
-
-class ShardedMemory(NamedTuple):
-    """Elements that a worker with a shard keeps, by kind of memory; `optimizer`: of each vector of its state."""
-
-    weights: int
-    gradient: int
-    optimizer: int
-    messages: int
 
 
 @dataclass(frozen=True, slots=True)
