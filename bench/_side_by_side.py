@@ -74,18 +74,22 @@ class Dure:
     """
 
     def __init__(self, setup: Setup, rank: int) -> None:
+        whole = setup.stages is None
+        if setup.stages is not None:  # as a process of a run, it frees all parts but its own
+            setup.stages.keep(rank % setup.parts)
         node = ProcessNode(
             Identity("bench", f"worker {rank}", rank),
             CREDENTIALS,
-            gradient_engine=GradientEngine(setup.job, exact=True),
+            gradient_engine=GradientEngine(setup.job, exact=True) if whole else None,
         )
         node.collectives = lambda ranks: ProcessGroup(node, ranks, None)
         self.setup, self.node, self.until = setup, node, 0
         life = Unheard(setup, node)
         life.worker = self.worker = build_worker(setup, node, rank, node.meter)
         self.worker.on_step = life.on_step
-        if setup.topology.needs_everybody:
-            assert node.gradient_engine is not None
+        if setup.stages is not None and setup.keeps_shards:
+            setup.stages.release(rank % setup.parts)
+        if setup.topology.needs_everybody and node.gradient_engine is not None:
             node.gradient_engine.read_in_place(self.worker.params)
         self.worker.boundary.suspend = lambda worker: worker.clock >= self.until
 
@@ -99,7 +103,13 @@ class Dure:
 
     @property
     def params(self) -> torch.Tensor:
-        return self.worker.params
+        """The whole model; all processes ask for it at once."""
+        setup, own = self.setup, self.worker.params
+        if not setup.keeps_shards:
+            return own
+        models = [own] * setup.workers
+        dist.all_gather_object(models, own)
+        return setup.of_worker(0).joined(models)
 
 
 # ---- the others'

@@ -37,6 +37,7 @@ RATIOS: dict[str, str] = {
     "hogwild": "--repeats 30",
     "pipelines": "--repeats 20",
     "tensor": "--repeats 30",
+    "zero": "--repeats 15",
     "collectives": "--repeats 15",
     "push_pull": "--repeats 25",
     "server_throughput": "--repeats 15",

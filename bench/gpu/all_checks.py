@@ -28,6 +28,7 @@ CORRECTNESS = {
     13: "streams",
     14: "lost_rank",
     15: "resume",
+    18: "zero",
 }
 SPEED = {4: "against_ddp", 6: "copies", 7: "copies", 8: "copies", 9: "encoding", 16: "virtual_workers", 17: "catalogue"}
 GROUPS = {"correctness": CORRECTNESS, "speed": SPEED}

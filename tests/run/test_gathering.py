@@ -10,7 +10,11 @@ import torch
 from dure.run.gathering import Gathering
 
 SETUP: Any = SimpleNamespace(
-    parts=1, stages=None, reports=lambda rank: True, delivery=SimpleNamespace(merge_buffers=torch.stack)
+    parts=1,
+    stages=None,
+    reports=lambda rank: True,
+    shard_of=lambda rank: 0,
+    delivery=SimpleNamespace(merge_buffers=torch.stack),
 )
 """Of a run without a pipeline, whose buffers are merged by stacking them."""
 

@@ -102,6 +102,15 @@ def part_of(ranges: Ranges, start: int, stop: int) -> Ranges:
     return found
 
 
+class ShardedMemory(NamedTuple):
+    """Elements that a worker with a shard keeps, by kind of memory; `optimizer`: of each vector of its state."""
+
+    weights: int
+    gradient: int
+    optimizer: int
+    messages: int
+
+
 class ShardedGroup(Group, Protocol):
     """A group that has collectives of shards, as that of the engine. They go one after another, beside computations."""
 

@@ -465,8 +465,9 @@ class RandomState(NamedTuple):
 class Isolated:
     """Context of one computation: enables gradients, seeds PyTorch's generators, and uses one thread if `exact`.
 
-    On exit it restores the previous settings. With `seed=None` the generators stay as they are; with `RandomState` they go on
-    from there. It is a class, since three nested `contextmanager` functions take a tenth of a small model's step.
+    On exit it restores the previous settings. With `seed=None` the generators stay as they are; with a `RandomState`
+    they go on from there. It is a class, since three nested `contextmanager` functions take a tenth of a small model's
+    step.
     """
 
     __slots__ = ("_device", "_exact", "_fork", "_grad", "_on_host", "_seed", "_state", "_threads")

@@ -435,7 +435,7 @@ class Driver(DriverService):
             "totals": self.progress.totals.state(),
             "seconds": self.node.now(),
             "progress": self.progress.reports,
-            "samples": self.progress.samples(),
+            "batch_sizes": self.setup.batch_sizes,
             "missing": self.history.missing,
             "last_steps": self.progress.last_steps,
             "finished": self.roster.finished,

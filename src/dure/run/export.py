@@ -274,10 +274,11 @@ def _run(setup: Setup, plain: Mapping[str, Any], worker: Mapping[str, Any], step
         counts = plain["totals"]["counts"]
         samples = counts["samples"] + more * sum(setup.batch_sizes)
         found["totals"] = {**plain["totals"], "counts": {**counts, "samples": samples}, "steps": step}
-    if "progress" in plain:  # on processes
+    if "progress" in plain:  # on processes; the last reports may be of earlier steps
+        done, sent = step - int(worker["entered"]), {name: each["bytes"] for name, each in plain["progress"].items()}
         found["progress"] = {
-            name: {**report, "steps": step, "at": step, "done": report["done"] + more}
-            for name, report in plain["progress"].items()
+            name: {"steps": step, "at": max(step - 1, 0), "done": done, "loss": None, "bytes": sent.get(name, 0)}
+            for name in (f"worker {number}" for number in range(setup.workers))
         }
-        found["last_steps"] = dict.fromkeys(plain["last_steps"], step)
+        found["last_steps"] = dict.fromkeys(found["progress"], step)
     return found

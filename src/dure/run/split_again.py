@@ -95,7 +95,7 @@ def split_again(found: Checkpoint, setup: Setup, place: Path) -> None:
             for number, each in enumerate(_plain_of_workers(plain, old, setup)):
                 checkpoint.write_plain(draft, f"worker-{number}", each)
             run = parts["run"]
-            checkpoint.write_part(draft, "run", replace(run, plain=_run(run.plain, plain[0], old, setup)))
+            checkpoint.write_part(draft, "run", replace(run, plain=_run(run.plain, plain, old, setup)))
             checkpoint.commit(place, found.step)
         except BaseException:
             checkpoint.discard(place, found.step)
@@ -176,22 +176,21 @@ def _sampler(new: Setup, copy: int, before: Mapping[str, Any], clock: int) -> di
     return state
 
 
-def _run(plain: Mapping[str, Any], worker: Mapping[str, Any], old: Setup, new: Setup) -> dict[str, Any]:
-    """The values of a run, for its new workers; `worker` has those of the first old one."""
-    found, same = {**plain, "origin": new.origin}, _copies(old) == _copies(new)
+def _run(plain: Mapping[str, Any], workers: Sequence[Mapping[str, Any]], old: Setup, new: Setup) -> dict[str, Any]:
+    """The values of a run, for its new workers; `workers` has those of each old one."""
+    found, first = {**plain, "origin": new.origin}, workers[0]
     if "at" in plain:  # in virtual time
         clock = min(at for _, at in plain["at"])
         found["at"] = [[number, clock] for number in range(new.workers)]
         found["done"] = plain["done"] // old.parts * new.parts
     if "progress" in plain:  # on processes
-        found["progress"] = _progress(plain["progress"], old, new)
-    if not same or (plain.get("generations") and not new.re_forms):
-        made = worker["clock"] - worker["refused"][0]
-        found |= _counts(plain, made, old, new)
-        if "progress" in plain and "samples" in plain:
-            totals = plain["totals"]
-            taken = sum(found["progress"]["worker 0"]["done"] * each for each in new.batch_sizes)
-            found["totals"] = {**totals, "counts": {**totals["counts"], "samples": plain["samples"] - taken}}
+        found["progress"] = _progress(workers, old, new)
+    if _copies(old) != _copies(new) or (plain.get("generations") and not new.re_forms):
+        found |= _counts(plain, first["clock"] - first["refused"][0], old, new)
+        if "progress" in plain and "batch_sizes" in plain:
+            totals, each = plain["totals"], sum(plain["batch_sizes"]) - sum(new.batch_sizes)
+            samples = totals["counts"]["samples"] + (first["clock"] - first["entered"]) * each
+            found["totals"] = {**totals, "counts": {**totals["counts"], "samples": samples}}
     return found
 
 
@@ -204,15 +203,19 @@ def _counts(plain: Mapping[str, Any], made: int, old: Setup, new: Setup) -> dict
     return {"generations": [], "missing": made * _copies(new) - gradients + missing}
 
 
-def _progress(reports: Mapping[str, Mapping[str, Any]], old: Setup, new: Setup) -> dict[str, Any]:
-    """The last reports of the new workers. The first of each copy, or of all copies, has sent what the old ones had."""
+def _progress(workers: Sequence[Mapping[str, Any]], old: Setup, new: Setup) -> dict[str, Any]:
+    """Reports of the new workers. The first of each copy, or of all copies, has sent what the old ones had.
+
+    The last reports of the old ones may be of earlier steps.
+    """
     same, found = _copies(old) == _copies(new), {}
     for number in range(new.workers):
         copy, part = divmod(number, new.parts)
-        there = range(copy * old.parts, (copy + 1) * old.parts) if same else range(old.workers)
-        held = [reports[f"worker {each}"] for each in there]
-        sent = sum(report["bytes"] for report in held) if part == 0 and (same or copy == 0) else 0
-        found[f"worker {number}"] = {**held[0], "bytes": sent}
+        held = workers[copy * old.parts : (copy + 1) * old.parts] if same else workers
+        clock, done = held[0]["clock"], held[0]["clock"] - held[0]["entered"]
+        sent = sum(each["counted"]["bytes_sent"] for each in held) if part == 0 and (same or copy == 0) else 0
+        report = {"steps": clock, "at": max(clock - 1, 0), "done": done, "loss": None, "bytes": sent}
+        found[f"worker {number}"] = report
     return found
 
 
