@@ -78,15 +78,6 @@ class Shards:
         return whole
 
 
-class ShardedMemory(NamedTuple):
-    """Elements that a rank with a shard keeps, by kind of memory; `optimizer`: of each vector of its state."""
-
-    weights: int
-    gradient: int
-    optimizer: int
-    messages: int
-
-
 def part_of(ranges: Ranges, start: int, stop: int) -> Ranges:
     """Elements `start` to `stop` of what `ranges` hold one after another, as ranges of the whole vector.
 
