@@ -127,8 +127,8 @@ class MeasuredPass:
 
     `borders` has the border before each block but the first, and that of the outputs, or why it cannot be one.
     `changes` has the first block that changes the tensors before a block in place, by the number of the latter.
-    `reads` has the trained parameters of other blocks that a block computes with, and `edits` its own trained parameters
-    that its forward changes in place, by the number of the block.
+    By the number of a block, `reads` has the trained parameters of other blocks that it computes with, and `edits` one
+    of its own that its forward changes in place.
     """
 
     names: Sequence[str]
@@ -204,7 +204,9 @@ def measure(blocks: Sequence[nn.Module], call: Call, inputs: Any) -> MeasuredPas
                 (value, counter), kept = with_kept(block, alive, partial(_counted, block, call, value))
             own = {id(each) for each, _ in parameters}
             reads[number] = [named[id(each)] for each in _leaves(value, nodes) if id(each) in named.keys() - own]
-            edits |= {number: named[id(each)].name for each, version in parameters if each._version != version}
+            for each, version in parameters:
+                if each._version != version:
+                    edits[number] = named[id(each)].name
             for start in [start for start, versions in before.items() if _is_changed(versions)]:
                 changes[start] = number
                 del before[start]
