@@ -12,7 +12,7 @@ from support.wording import raising
 
 from dure.core.state import State
 from dure.errors import StrategyError
-from dure.job.optimizer import BLOCK, TORCH_FORMS, FlatOptimizer, GroupRange, OptimizerSpec, restrict
+from dure.job.optimizer import BLOCK, TORCH_FORMS, FlatOptimizer, GroupRange, OptimizerSpec, RangesOptimizer, restrict
 
 PAGE = Path(__file__).parents[2] / "docs" / "decisions" / "0007-rules-on-flat-vectors.md"
 
@@ -210,6 +210,13 @@ def test_rates_of_a_step_replace_those_of_the_specification() -> None:
 def test_segments_follow_the_ranges_of_a_shard() -> None:
     segments = [GroupRange(0, 10, {"lr": 1.0}), GroupRange(20, 30, {"lr": 2.0}, 1)]
     assert restrict(segments, [(5, 8), (12, 25)]) == [GroupRange(0, 3, {"lr": 1.0}), GroupRange(11, 16, {"lr": 2.0}, 1)]
+
+
+@pytest.mark.parametrize("ranges", [[(0, 2)], [(3, 4)], []])
+def test_each_part_of_a_model_has_the_vectors_of_all_its_groups(ranges: list[tuple[int, int]]) -> None:
+    segments = [GroupRange(2, 4, {"momentum": 0.9})]
+    part = RangesOptimizer(OptimizerSpec("sgd"), ranges, torch.float32, segments=segments)
+    assert {name: len(each) for name, each in part.vectors.items()} == {"velocity": sum(b - a for a, b in ranges)}
 
 
 def test_state_goes_on_where_it_stopped() -> None:

@@ -9,7 +9,10 @@ import pytest
 import torch
 from support import stage_jobs, zero_jobs
 from support.runs import local, virtual
+from support.wording import raising
 from support.zero_jobs import job_text
+
+from dure.errors import UsageError
 
 STAGES = ("zero:stage=1", "zero:stage=2", "zero:stage=3")
 
@@ -70,6 +73,24 @@ def test_all_workers_skip_a_step_whose_gradient_is_infinite_at_one(partition, fo
     assert sharded.summary["updates_refused"] == plain.summary["updates_refused"] > 0
     assert bool(sharded.params.isfinite().all())
     assert torch.equal(sharded.params, plain.params)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_finite_gradient_is_clipped_though_its_squares_overflow(stage):
+    options: dict[str, Any] = {"workers": 2, "steps": 3, "optimizer": "sgd:lr=0.1,clip=0.5"}
+    small = virtual(zero_jobs.steep(1.0), f"bsp zero:stage={stage}", **options)
+    large = virtual(zero_jobs.steep(1e25), f"bsp zero:stage={stage}", **options)
+    assert large.summary["updates_refused"] == 0
+    assert largest_difference(large, small) < 1e-6
+    before = virtual(zero_jobs.steep(1.0), "bsp", **options | {"steps": 1, "optimizer": "sgd:lr=0"}).params
+    assert 0.1 < float((large.params - before).norm()) <= 0.1501
+
+
+@pytest.mark.parametrize("job", [zero_jobs.limited, zero_jobs.reading])
+def test_blocks_whose_parameters_would_not_be_whole_are_refused(job):
+    with raising(UsageError, "a stage"):
+        virtual(job(), "bsp zero:stage=3", workers=2, steps=2)
+    virtual(job(), "bsp zero:stage=2", workers=2, steps=2)
 
 
 @pytest.mark.sampled(1)

@@ -136,6 +136,67 @@ def test_inputs_of_the_model_that_the_first_stage_changes_are_refused():
         layout_of(lambda: nn.Sequential(nn.ReLU(inplace=True), nn.Linear(8, 8), nn.Linear(8, 2)), "2").border(0, 4)
 
 
+class Reading(nn.Linear):
+    """Computes with the weight of a layer that it does not hold."""
+
+    def __init__(self, other):
+        super().__init__(8, 8)
+        self.others = [other]
+
+    def forward(self, x):
+        return super().forward(x) + nn.functional.linear(x, self.others[0].weight)
+
+
+def reading():
+    first = nn.Linear(8, 8)
+    return nn.Sequential(first, nn.ReLU(), Reading(first), nn.Linear(8, 2))
+
+
+def read_ahead():
+    last = nn.Linear(8, 8)
+    return nn.Sequential(Reading(last), nn.ReLU(), last, nn.Linear(8, 2))
+
+
+@pytest.mark.parametrize(("model", "text"), [(reading, "'weight' of block 0"), (read_ahead, "'weight' of block 2")])
+def test_a_block_that_reads_a_parameter_of_another_stage_is_refused(model, text):
+    assert layout_of(model, "3").border(0, 4).single  # both are in one stage
+    with raising(UsageError, text):
+        layout_of(model, "1").border(0, 4)
+
+
+def test_a_block_may_read_a_parameter_of_another_stage_that_it_holds():
+    def model():
+        blocks = reading()
+        blocks[2].other = blocks[0]
+        return blocks
+
+    assert layout_of(model, "1").border(0, 4).single
+
+
+class Clamped(nn.Linear):
+    def forward(self, x):
+        with torch.no_grad():
+            self.weight.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("inner", [Clamped, lambda *sizes: nn.Sequential(nn.Tanh(), Clamped(*sizes))])
+def test_a_forward_that_changes_a_parameter_in_place_is_refused(inner):
+    with raising(UsageError, "weight"):
+        layout_of(lambda: nn.Sequential(nn.Linear(8, 8), inner(8, 8), nn.Linear(8, 2)), "1").border(0, 4)
+
+
+def test_an_embedding_that_limits_its_norms_is_refused():
+    def model():
+        return nn.Sequential(nn.Embedding(6, 8, max_norm=0.1), nn.Flatten(), nn.Linear(64, 2))
+
+    data = dure.Data(torch.randint(0, 6, (6, 8)), torch.zeros(6, dtype=torch.int64))
+    job = dure.Job(model, cross_entropy, data, name="small")
+    layout = StageLayout(job, dure.GPipe(stages=2, cuts="2"), Replica(job.build()))
+    with raising(UsageError, "max_norm"):
+        layout.border(0, 4)
+
+
 def test_a_block_that_raises_is_named():
     with raising(UsageError, "block 2"):
         layout_of(lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(7, 2)), "2").border(0, 4)

@@ -157,6 +157,21 @@ def test_another_number_of_workers_goes_on_with_the_same_samples(splits, on, tmp
         assert row["loss"] == pytest.approx(rows[row["step"]]["loss"], abs=1e-9), row["step"]
 
 
+@pytest.mark.parametrize("optimizer", ["", "adamw:lr=0.01"])
+def test_more_workers_than_parameters_go_on_with_the_same_state(optimizer, tmp_path):
+    """Workers without elements, or with those of a group alone that keeps no vector, write and read vectors as all."""
+    own = {"optimizer": optimizer}
+    started(tmp_path, "none", 2, "few", **own)
+    for steps, (partition, workers) in zip((6, 9, 12), [(THREE, 6), (ONE, 4), (THREE, 2)], strict=True):
+        before = vectors(tmp_path)
+        goes_on(tmp_path, partition, steps - 3, workers)
+        assert all(torch.equal(before[name], each) for name, each in vectors(tmp_path).items())
+        run = goes_on(tmp_path, partition, steps)
+    options = {**OPTIONS, **own, "workers": 1, "batch_size": TOGETHER, "steps": 12}
+    whole = virtual(job_text("few"), "bsp collective", **options)
+    assert run.history[-1]["loss"] == pytest.approx(whole.rows[-1]["loss"], abs=1e-9)
+
+
 def test_workers_with_streams_of_their_own_go_on_at_the_mini_batch_of_the_same_number(tmp_path):
     started(tmp_path, ONE, 2, split="iid", job="normed_last")
     goes_on(tmp_path, ONE, 3, workers=3)

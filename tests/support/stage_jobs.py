@@ -10,6 +10,7 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -51,6 +52,29 @@ def _blocks(normed: Sequence[int], dropped: float) -> nn.Sequential:
 
 def plain() -> Job:
     return job(partial(_blocks, (), 0.0))
+
+
+class Slope(nn.Module):
+    """Multiplies its inputs by a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slope = nn.Parameter(torch.tensor([0.5]))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs * self.slope
+
+
+def few() -> Job:
+    """Three parameters; the group of the first two keeps no velocity, and that of the third does."""
+    made = job(lambda: nn.Sequential(Slope(), Slope(), Slope()))
+    return replace(
+        made,
+        loss=lambda outputs, targets: (outputs.mean(1) - targets).square().mean(),
+        accuracy=None,
+        optimizer=OptimizerSpec("sgd", lr=0.01),
+        groups=lambda name, _: {"momentum": 0.9} if name.startswith("2") else {},
+    )
 
 
 def normed_between() -> Job:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -121,6 +122,48 @@ def one_nan() -> Job:
     data = _data()
     data.inputs[2 * 16 + 1, :] = -100.0
     return job(model, data)
+
+
+def steep(slope: float) -> Job:
+    """A loss whose gradient has about the norm `slope`, of 1.0 at least, so that it is clipped to 0.5."""
+
+    def model() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4))
+
+    return replace(job(model), loss=lambda outputs, _: outputs.sum(1).mean() * slope)
+
+
+def limited() -> Job:
+    """A block whose forward limits its weight in place."""
+
+    class Limited(nn.Linear):
+        def forward(self, inputs: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.weight.clamp_(-0.1, 0.1)
+            return super().forward(inputs)
+
+    return job(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Limited(WIDTH, 4)))
+
+
+class Reading(nn.Linear):
+    """A layer that computes with the weight of another, too, which it does not hold."""
+
+    def __init__(self, other: nn.Linear) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.others = [other]
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs) + nn.functional.linear(inputs, self.others[0].weight)
+
+
+def reading() -> Job:
+    """A block that reads a parameter of the next."""
+
+    def model() -> nn.Sequential:
+        last = nn.Linear(WIDTH, WIDTH)
+        return nn.Sequential(Reading(last), last, nn.Linear(WIDTH, 4))
+
+    return job(model)
 
 
 # ---- the memory of a worker

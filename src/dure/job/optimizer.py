@@ -158,11 +158,22 @@ def vectors_of(spec: OptimizerSpec) -> int:
     return len(_rule(spec).keeps)
 
 
+def kept_names(spec: OptimizerSpec, segments: Sequence[GroupRange]) -> list[str]:
+    """The names of all vectors that the rule keeps outside or inside of `segments`.
+
+    >>> kept_names(OptimizerSpec("sgd"), [GroupRange(0, 4, {"momentum": 0.9})])
+    ['velocity']
+    """
+    specs = (spec, *(replace(spec, **segment.overrides) for segment in segments))
+    return list(dict.fromkeys(name for each in specs for name in _rule(each).keeps))
+
+
 class FlatOptimizer:
     """An update rule for a flat vector of `numel` elements, and its state.
 
     `segments` are slices whose hyper-parameters differ (parameter groups), as `(start, stop, overrides)`. They do not
-    overlap; `overrides` may have any field in `OF_GROUPS`. Outside of them `spec` applies.
+    overlap; `overrides` may have any field in `OF_GROUPS`. Outside of them `spec` applies. It has the vectors named
+    `keeps` too: a part of a model has those of the whole, whichever groups it holds.
     """
 
     def __init__(
@@ -173,13 +184,14 @@ class FlatOptimizer:
         *,
         segments: Sequence[GroupRange | tuple[int, int, Mapping[str, Any]]] = (),
         device: torch.device | str = "cpu",
+        keeps: Sequence[str] = (),
     ) -> None:
         self.spec = spec
         self.numel = numel
         self.steps = 0
         self._pieces = _pieces(spec, numel, [GroupRange(*segment) for segment in segments])
         kept = [name for piece in self._pieces for name in _rule(piece[2]).keeps]
-        self.vectors = {name: torch.zeros(numel, dtype=dtype, device=device) for name in dict.fromkeys(kept)}
+        self.vectors = {name: torch.zeros(numel, dtype=dtype, device=device) for name in dict.fromkeys([*keeps, *kept])}
         self._scratch = torch.empty(2, min(BLOCK, numel), dtype=dtype, device=device).unbind()
 
     def apply(
@@ -344,7 +356,8 @@ def clip_factor(norm: float, clip: float) -> float:
 class RangesOptimizer(FlatOptimizer):
     """An update rule for some `ranges` of a flat vector; a gradient is the concatenation of these ranges.
 
-    `segments` are the parameter groups of the whole vector. The vectors of its state are as long as a gradient.
+    `segments` are the parameter groups of the whole vector. The vectors of its state are as long as a gradient, and
+    have the same names for all ranges, also for ranges of a group that keeps nothing, or without elements.
     """
 
     def __init__(
@@ -358,7 +371,8 @@ class RangesOptimizer(FlatOptimizer):
     ) -> None:
         stops = list(accumulate(stop - start for start, stop in ranges))
         own = restrict(segments, ranges)
-        super().__init__(spec, stops[-1] if stops else 0, dtype, segments=own, device=device)
+        numel, names = stops[-1] if stops else 0, kept_names(spec, segments)
+        super().__init__(spec, numel, dtype, segments=own, device=device, keeps=names)
         held = [(at - (stop - start), at, start) for at, (start, stop) in zip(stops, ranges, strict=True)]
         self._pieces = [
             (max(start, low), min(stop, high), spec, group)

@@ -55,7 +55,9 @@ def blockwise(job: Job, whole: Replica, shared: SharedLayers | None) -> Blockwis
     groups = [blocks[start:stop] for start, stop in zip(starts, [*starts[1:], len(blocks)], strict=True)]
     trained = sum(any(each.requires_grad for block in group for each in block.parameters()) for group in groups)
     if trained < 2:
-        raise _saves_nothing(job, "has one block with parameters", shared)
+        raise _saves_nothing(
+            job, "has one block with trained parameters, and frozen ones are whole at every worker", shared
+        )
     return Blockwise(stages=1, chunks=min(trained, max(LEAST_CHUNKS, whole.params.nbytes // LARGE_NBYTES)))
 
 

@@ -7,7 +7,7 @@ Behind a layer that is split by outputs each worker has a part of the tensors, u
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -114,18 +114,29 @@ class KeptMemory(NamedTuple):
     again: int = 0
 
 
+class _Read(NamedTuple):
+    """A parameter by its name in the block `holder`."""
+
+    name: str
+    holder: int
+
+
 @dataclass(frozen=True, slots=True)
 class MeasuredPass:
     """The borders of a model's blocks and the costs of the blocks, of one forward. `names` are those of the blocks.
 
     `borders` has the border before each block but the first, and that of the outputs, or why it cannot be one.
     `changes` has the first block that changes the tensors before a block in place, by the number of the latter.
+    By the number of a block, `reads` has the trained parameters of other blocks that it computes with, and `edits` one
+    of its own that its forward changes in place.
     """
 
     names: Sequence[str]
     borders: Mapping[int, Border | str]
     costs: Sequence[BlockCost]
     changes: Mapping[int, int]
+    reads: Mapping[int, Sequence[_Read]]
+    edits: Mapping[int, str]
 
     def border(self, number: int) -> Border:
         """The border before block `number`. Raises `UsageError` where the values there cannot cross one."""
@@ -144,13 +155,34 @@ class MeasuredPass:
         return KeptMemory(sum(borders), max(max(0, n - border) for n, border in zip(own.blocks, borders, strict=True)))
 
     def check(self, bounds: Sequence[int]) -> None:
-        """Raise `UsageError` if a block changes the inputs of its stage in place. Stages lie between `bounds`."""
+        """Raise `UsageError` for a block that cannot be computed in its stage. Stages lie between `bounds`.
+
+        A block must not change parameters or the inputs of its stage in place, nor read parameters that blocks of other
+        stages alone hold.
+        """
         for start, stop in pairwise(bounds):
+            for number in range(start, stop):
+                self._check_parameters(number, range(start, stop))
             if self.changes.get(start, stop) < stop:
                 raise UsageError(
                     f"{self.names[self.changes[start]]} changes the inputs of its stage in place, and a stage keeps "
                     "its inputs for the backward. Write inplace=False in the model or x = x.clone() in the block, or "
                     "cut before another block."
+                )
+
+    def _check_parameters(self, number: int, stage: range) -> None:
+        if number in self.edits:
+            raise UsageError(
+                f"the forward of {self.names[number]} changes its parameter {self.edits[number]!r} in place, as "
+                "nn.Embedding does with max_norm, and a stage computes with parameters that it gets anew: the change "
+                "would be lost. Compute with a changed copy, as weight.clamp(-1, 1), or leave the partition out."
+            )
+        for name, holder in self.reads.get(number, ()):
+            if holder not in stage:
+                raise UsageError(
+                    f"{self.names[number]} computes with the parameter {name!r} of {self.names[holder]} without "
+                    "holding it, so a stage would not have it. Register the module of this parameter in the block, too "
+                    "(self.other = other in place of a list or a closure): then it is tied, and trained in both."
                 )
 
 
@@ -159,21 +191,58 @@ def measure(blocks: Sequence[nn.Module], call: Call, inputs: Any) -> MeasuredPas
     names = [block_name(number, block) for number, block in enumerate(blocks)]
     borders: dict[int, Border | str] = {}
     changes: dict[int, int] = {}
+    reads, edits = dict[int, list[_Read]](), dict[int, str]()
+    named = _trained(blocks)
     costs = []
     value = inputs
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         alive: list[Tensor] = []  # a memory that is freed could give its number to another
         before = {0: _versions(tensors(inputs))}
         for number, block in enumerate(blocks):
+            nodes, parameters = _nodes(value), _versions([each for each in block.parameters() if each.requires_grad])
             with explain_user_errors(f"{names[number]} raised"):
                 (value, counter), kept = with_kept(block, alive, partial(_counted, block, call, value))
+            own = {id(each) for each, _ in parameters}
+            reads[number] = [named[id(each)] for each in _leaves(value, nodes) if id(each) in named.keys() - own]
+            for each, version in parameters:
+                if each._version != version:
+                    edits[number] = named[id(each)].name
             for start in [start for start, versions in before.items() if _is_changed(versions)]:
                 changes[start] = number
                 del before[start]
             costs.append(BlockCost(float(counter.get_total_flops()), kept))
             borders[number + 1] = found = _border(value, names[number])
             before[number + 1] = [] if isinstance(found, str) else _versions(found.flat(value))
-    return MeasuredPass(names, borders, costs, changes)
+    return MeasuredPass(names, borders, costs, changes, reads, edits)
+
+
+def _trained(blocks: Sequence[nn.Module]) -> dict[int, _Read]:
+    """The trained parameters of the blocks by `id`, with the first block that holds them."""
+    found: dict[int, _Read] = {}
+    for number, block in enumerate(blocks):
+        for name, each in block.named_parameters():
+            if each.requires_grad:
+                found.setdefault(id(each), _Read(name, number))
+    return found
+
+
+def _nodes(value: Any) -> set[Any]:
+    """The nodes of autograd's graph that have computed the tensors of `value`."""
+    return {each.grad_fn for each in tree_leaves(value) if isinstance(each, Tensor) and each.grad_fn is not None}
+
+
+def _leaves(value: Any, behind: Collection[Any]) -> list[Tensor]:
+    """The leaves of the graph that has computed `value` from the outputs of the nodes `behind`."""
+    found, seen, waiting = [], set(behind), [*(_nodes(value) - set(behind))]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        waiting += [each for each, _ in node.next_functions]
+        if hasattr(node, "variable"):
+            found.append(node.variable)
+    return found
 
 
 def _counted(block: nn.Module, call: Call, value: Any) -> tuple[Any, FlopCounter]:

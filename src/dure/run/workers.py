@@ -10,7 +10,7 @@ from dure.core.node import EndOfWork, Ghost
 from dure.core.state import State
 from dure.core.vectors import gather
 from dure.errors import Evicted
-from dure.job.optimizer import Clipped, FlatOptimizer, RangesOptimizer, restrict
+from dure.job.optimizer import Clipped, FlatOptimizer, RangesOptimizer, kept_names, restrict
 from dure.partition.source import StageSource
 from dure.run.checkpoint import fitting, tensor_of
 from dure.sync import lifecycle
@@ -102,8 +102,8 @@ def _shard(worker: WorkerState, setup: Setup, group: Group, shards: Shards) -> N
         return
     numel = shards.numels[place]
     worker.params = worker.params.new_empty(numel) if setup.config.timing_only else gather(worker.params, session.own)
-    own = restrict(segments, session.own)
-    worker.optimizer = FlatOptimizer(spec, numel, replica.dtype, segments=own, device=replica.device)
+    own, names = restrict(segments, session.own), kept_names(spec, segments)
+    worker.optimizer = FlatOptimizer(spec, numel, replica.dtype, segments=own, device=replica.device, keeps=names)
 
 
 def _companions_source(run: Setup, node: Node, number: int, start: int, meter: Meter) -> GradientSource | None:

@@ -163,7 +163,10 @@ def squares_of(part: torch.Tensor, *, exact: bool) -> float:
     if isinstance(part, Ghost):
         return 0.0
     if exact:
-        return float(torch.linalg.vector_norm(part)) ** 2
+        norm = float(torch.linalg.vector_norm(part, dtype=torch.float32 if part.itemsize < 4 else None))
+        if norm == math.inf:  # squares of finite values may overflow; the sum in float64 takes fifty times as long
+            norm = float(torch.linalg.vector_norm(part, dtype=torch.float64))
+        return norm * norm
     return 0.0 if all_finite(part) else math.nan
 
 
