@@ -69,10 +69,11 @@ class ShardedSession(GroupSession):
         return await self.agreed(gradient.with_values(await self._summed_across(gradient.values)))
 
     async def part_of_mean(self, values: torch.Tensor, share: float) -> torch.Tensor:
-        """This worker's part of the mean of `values`, of which each member has a `share`."""
-        scaled, parts = values * share, []
+        """This worker's part of the mean of `values`, of which each member has a `share`. `values` are changed."""
+        values *= share
+        parts = []
         for unit in self.shards.units:
-            (whole,) = pieces(scaled, unit)
+            (whole,) = pieces(values, unit)
             parts.append(await self.groups.near.reduce_scatter(whole))
         return await self._summed_across(_joined(parts))
 
