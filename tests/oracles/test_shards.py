@@ -256,6 +256,15 @@ def test_bytes_are_twice_or_three_times_those_of_a_share_of_the_others(workers):
         assert sent == pytest.approx(times * (workers - 1) / workers * P + small, rel=1e-5)
 
 
+@pytest.mark.parametrize(("workers", "within"), [(4, 2), (8, 4)])
+def test_bytes_of_groups_are_those_inside_a_group_and_those_of_a_part_across(workers, within):
+    here, groups = scene(EQUAL, workers, P), workers // within
+    across, small = 2 * (groups - 1) / groups * P / within, 2 * (within - 1) / within * 8
+    for stage, times in ((1, 2), (2, 2), (3, 3 - 1 / BLOCKS)):
+        sent = timed(here, f"bsp zero:stage={stage},within={within}").bytes_per_step
+        assert sent == pytest.approx(times * (within - 1) / within * P + across + small, rel=1e-5)
+
+
 @pytest.mark.alone
 def test_a_thousand_workers_are_timed_in_seconds():
     begun = time.perf_counter()

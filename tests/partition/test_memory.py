@@ -246,6 +246,13 @@ def test_advice_for_a_model_of_one_block_shards_the_gradient():
     assert "Shard it, as in --partition zero:stage=2, split" in str(caught.value)
 
 
+def test_advice_for_steps_of_several_mini_batches_leaves_their_gradient_whole():
+    job = dataclasses.replace(dense(), accumulate=2)
+    with pytest.raises(UsageError) as caught:
+        virtual(job, "bsp", machines(100, 2), steps=1, timing_only=True)
+    assert "Shard it, as in --partition zero:stage=1, split" in str(caught.value)
+
+
 def test_what_a_method_keeps_counts_beside_two_copies_of_the_model():
     """BMUF keeps W, the start of the block and Delta at each worker."""
     memory, options = 13 * P, {"timing_only": True, "steps": 2, "batch_size": 1}

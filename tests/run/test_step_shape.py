@@ -119,6 +119,13 @@ def test_steps_of_several_mini_batches_are_for_whole_models(partition: str) -> N
         virtual(dense(accumulate=2), f"bsp {partition}", workers=2, steps=1, timing_only=True)
 
 
+@pytest.mark.parametrize("partition", ["zero:stage=2", "zero:stage=3"])
+def test_steps_of_several_mini_batches_need_the_whole_gradient_at_a_worker(partition: str) -> None:
+    with raising(UsageError, "accumulate=2 sums the whole gradients of 2 mini-batches at each worker"):
+        virtual(dense(accumulate=2), f"bsp {partition}", workers=2, steps=1, timing_only=True)
+    virtual(dense(accumulate=2), "bsp zero:stage=1", workers=2, steps=1, timing_only=True)
+
+
 @pytest.mark.parametrize(("micro", "own"), [(1, ROWS), (256, ROWS), (256, 64)])
 def test_micro_batches_of_a_pipeline_take_the_starts_and_moves_of_their_size(micro: int, own: int) -> None:
     """Eight samples move the weights of a layer in more time than their products take; their messages are short."""

@@ -187,6 +187,8 @@ def _sharded_more(setup: Setup) -> list[str]:
     for more in (Zero(stage=3, within=within), Zero(stage=2, within=within), Zero(stage=1, within=within)):
         if more.stage <= stage or (more.stage == 3 and not blocks):
             continue
+        if more.stage > 1 and setup.job.accumulate > 1:  # a worker sums whole gradients
+            continue
         joined = more if setup.parts == 1 else Mesh(pipeline, shared, more)
         with suppress(StrategyError):
             return [member_text("partition", replace(setup.strategy, partition=joined).partition)]

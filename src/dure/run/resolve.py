@@ -351,13 +351,10 @@ def _check(setup: Setup, cluster: Cluster | None) -> None:
         _check_pipeline(setup, pipeline)
     setup.topology.check()
     check_clip(setup)
+    if setup.job.accumulate > 1:
+        _check_accumulation(setup)
     if setup.stages is not None:
         check_ties(setup, setup.stages)
-        if setup.job.accumulate > 1:
-            raise UsageError(
-                f"accumulate={setup.job.accumulate} is for workers with the whole model, and {setup.strategy} splits "
-                "it: leave it out. A pipeline has micro-batches of its own, as in 1f1b:stages=2,micro=8."
-            )
         if setup.job.recompute and setup.stages.pipeline.remat:
             raise UsageError(
                 f"the job computes the forward of each block again (recompute=true), and {setup.strategy} that of each "
@@ -372,6 +369,21 @@ def _check(setup: Setup, cluster: Cluster | None) -> None:
         check_rates(setup)
     if setup.topology.clocked:
         setup.server_side.optimizer(setup.job.optimizer)  # its error is raised now, not by a server
+
+
+def _check_accumulation(setup: Setup) -> None:
+    """Raise `UsageError` where a worker has no memory of its own for the sum of several whole gradients."""
+    accumulate, zero = setup.job.accumulate, setup.zero
+    if zero is not None and zero.stage > 1 and setup.parts == 1:
+        raise UsageError(
+            f"accumulate={accumulate} sums the whole gradients of {accumulate} mini-batches at each worker, and "
+            f"zero:stage={zero.stage} keeps a part of one: leave accumulate out, or use zero:stage=1."
+        )
+    if setup.stages is not None:
+        raise UsageError(
+            f"accumulate={accumulate} is for workers with the whole model, and {setup.strategy} splits it: leave it "
+            "out. A pipeline has micro-batches of its own, as in 1f1b:stages=2,micro=8."
+        )
 
 
 LARGE = 2**31

@@ -1,7 +1,8 @@
 """ZeRO: data parallelism whose workers each hold a part of what they would all hold alike.
 
-Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020, section 5. N ranks
-compute gradients of the whole model, each of its own samples, and rank r owns an equal part of each unit of it.
+Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020, sections 5
+(memory) and 7 (bytes). N ranks compute gradients of the whole model, each of its own samples, and rank r owns an equal
+part of each unit of it.
 
     stage 1   backward; g_r <- reduce-scatter of the gradient, slice by slice while backward goes on
               w_r <- Opt(w_r, g_r); w <- all-gather of w_r
@@ -16,8 +17,9 @@ compute gradients of the whole model, each of its own samples, and rank r owns a
 | bytes 2 Psi, 2 Psi, 3 Psi | (N - 1) / N P times 2, 2, 3 - b / P: the last block b stays gathered |
 
 The result is that of bsp: each element of the mean gradient is summed in rank order. `within` shards in groups of
-ranks, and all-reduces each part across them: HSDP (Zhang et al., "MiCS", VLDB 2022; Zhao et al., "PyTorch FSDP", VLDB
-2023).
+ranks, and all-reduces each part across them: HSDP (Zhang et al., "MiCS", PVLDB 16 (1), 2022; Zhao et al., "PyTorch
+FSDP", PVLDB 16 (12), 2023). Of R groups of W ranks, each rank then sends (W - 1) / W P times 2, 2, 3 - b / P, and
+2 (R - 1) / R P / W across. In stages 1 and 2 that is as much as without groups.
 """
 
 from __future__ import annotations
