@@ -74,6 +74,11 @@ class InitialModel:
         """A copy of the initial parameters, flat."""
         return self._ghost if self._timing_only else self.replica.params.detach().clone()
 
+    def release(self) -> None:
+        """Free the memory of the initial values, in a process that has taken a copy; shapes stay."""
+        self.replica.drop_gradients()
+        self.replica.move_to(self.replica.params.new_zeros(()).expand(self.replica.numel))
+
     @cached_property
     def _ghost(self) -> Ghost:
         # A ghost never changes, so all workers share one.

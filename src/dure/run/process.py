@@ -329,8 +329,8 @@ class WorkerProcess(RunProcess):
         if worker.sessions.rows is not None:
             worker.sessions.rows.client.copies = self.snapshots.is_due
         resumed = self._restore(parts)
-        if setup.stages is not None and setup.keeps_shards:
-            setup.stages.release(node.rank % setup.parts)
+        if setup.zero is not None:
+            self._free_initial_values()
         if setup.topology.needs_everybody and engine is not None:
             engine.read_in_place(worker.params)  # no server replaces them
         self.snapshots.resume(worker.clock)
@@ -342,6 +342,16 @@ class WorkerProcess(RunProcess):
         self.next_checkpoint = go.fields["checkpoint"]
         await self._work()
         await self._finish()
+
+    def _free_initial_values(self) -> None:
+        """Free the memory of the initial model, of which this worker has taken its own part."""
+        setup, worker, engine = self.setup, self.worker, self.node.gradient_engine
+        if setup.stages is not None and setup.keeps_shards:
+            setup.stages.release(self.node.rank % setup.parts)
+        if engine is not None:
+            setup.model.release()
+            home = engine.replica.params  # the worker and the engine have one memory of the parameters
+            worker.params = home.copy_(worker.params)
 
     def _expect_others(self, names: Sequence[str]) -> None:
         """Let the sessions know how long servers may be away, and which workers have joined so far."""

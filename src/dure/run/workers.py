@@ -8,7 +8,7 @@ import torch
 
 from dure.core.node import EndOfWork, Ghost
 from dure.core.state import State
-from dure.core.vectors import gather
+from dure.core.vectors import gather, size
 from dure.errors import Evicted
 from dure.job.optimizer import Clipped, FlatOptimizer, RangesOptimizer, kept_names, restrict
 from dure.partition.source import StageSource
@@ -55,7 +55,7 @@ def build_worker(run: Setup, node: Node, number: int, meter: Meter, *, start: in
         rank=rank,
         world_size=setup.workers,
         params=model.params,
-        optimizer=_optimizer(setup, clips=run.stages is None),  # a stage clips by the norm over all stages
+        optimizer=_optimizer(setup, rank, clips=run.stages is None),  # a stage clips by the norm over all stages
         rates=model.rates.at if model.rates else None,
         source=source or setup.data.source(rank, steps),
         meter=meter,
@@ -86,24 +86,19 @@ def build_worker(run: Setup, node: Node, number: int, meter: Meter, *, start: in
 
 
 def _shard(worker: WorkerState, setup: Setup, group: Group, shards: Shards) -> None:
-    """Have a worker hold its shard of the optimizer's state, and exchange parts of gradients."""
-    node, model, size = worker.node, setup.model, shards.ranks
-    place, first = worker.rank % size, worker.rank - worker.rank % size
-    alone = size == setup.workers
-    near = group if alone else node.group(range(first, first + size))
-    across = None if alone else node.group(range(place, setup.workers, size))
+    """Have a worker exchange parts of gradients, and hold its shard of the parameters alone in stage 3."""
+    node, ranks = worker.node, shards.ranks
+    place, first = worker.rank % ranks, worker.rank - worker.rank % ranks
+    alone = ranks == setup.workers
+    near = group if alone else node.group(range(first, first + ranks))
+    across = None if alone else node.group(range(place, setup.workers, ranks))
     groups = ShardGroups(group, cast("ShardedGroup", near), across, shards, place)
     clip = setup.job.optimizer.clip if worker.source.whole else None  # a stage clips by the norm over all stages
     session = ShardedSession(worker, groups, whole=not setup.keeps_shards, clip=clip)
     worker.sessions.group = worker.sessions.sharded = session
-    spec, replica, segments = setup.job.optimizer, model.replica, model.rates.segments
-    if session.whole:
-        worker.optimizer = RangesOptimizer(spec, session.own, replica.dtype, segments=segments, device=replica.device)
-        return
-    numel = shards.numels[place]
-    worker.params = worker.params.new_empty(numel) if setup.config.timing_only else gather(worker.params, session.own)
-    own, names = restrict(segments, session.own), kept_names(spec, segments)
-    worker.optimizer = FlatOptimizer(spec, numel, replica.dtype, segments=own, device=replica.device, keeps=names)
+    if not session.whole:
+        timed = setup.config.timing_only
+        worker.params = worker.params.new_empty(shards.numels[place]) if timed else gather(worker.params, session.own)
 
 
 def _companions_source(run: Setup, node: Node, number: int, start: int, meter: Meter) -> GradientSource | None:
@@ -118,12 +113,18 @@ def _portions(run: Setup, server: ServerClient, node: Node) -> PortionClient:
     return PortionClient(server, run.batches, node, joint=run.stages is not None)
 
 
-def _optimizer(setup: Setup, *, clips: bool) -> LocalOptimizer:
-    """The optimizer of a worker's own steps."""
-    model, spec = setup.model, setup.job.optimizer
-    replica = model.replica
-    rule = FlatOptimizer(spec, replica.numel, replica.dtype, segments=model.rates.segments, device=replica.device)
-    return rule if spec.clip is None or not clips else Clipped(rule, spec.clip)
+def _optimizer(setup: Setup, rank: int, *, clips: bool) -> LocalOptimizer:
+    """The optimizer of a worker's own steps: of its shard, if it has one."""
+    model, spec, shards = setup.model, setup.job.optimizer, setup.shards
+    replica, segments = model.replica, model.rates.segments
+    if shards is None:
+        rule = FlatOptimizer(spec, replica.numel, replica.dtype, segments=segments, device=replica.device)
+        return rule if spec.clip is None or not clips else Clipped(rule, spec.clip)
+    own = shards.held[rank % shards.ranks]
+    if not setup.keeps_shards:
+        return RangesOptimizer(spec, own, replica.dtype, segments=segments, device=replica.device)
+    parts, names = restrict(segments, own), kept_names(spec, segments)
+    return FlatOptimizer(spec, size(own), replica.dtype, segments=parts, device=replica.device, keeps=names)
 
 
 def state_of_worker(worker: WorkerState) -> State:
