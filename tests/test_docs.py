@@ -26,6 +26,7 @@ from dure.job.names import BUILT_IN, SHAPES
 from dure.job.optimizer import OptimizerSpec
 from dure.run.strategy import REMEDY
 from dure.run.strategy import catalogue as one_catalogue
+from dure.runtime.virtual.cluster import Cluster
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("[0-9][0-9]_*.py"))
@@ -160,6 +161,14 @@ def test_links_lead_somewhere(page):
     text = page.read_text(encoding="utf-8")
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+LINES = {line for page in PAGES for line in re.findall(r'--on "([^"]+)"', page.read_text(encoding="utf-8"))}
+
+
+@pytest.mark.parametrize("line", sorted(LINES))
+def test_machines_in_a_line_of_a_page_are_a_cluster(line):
+    assert Cluster.described(line).workers > 1
 
 
 def test_the_readme_shows_blocks_and_its_commands_exist():

@@ -217,6 +217,15 @@ def test_shards_inside_two_hosts_are_summed_across_them(within):
     assert 1 + across / BLOCKS < by_blocks < 1 + across / 2
 
 
+@pytest.mark.parametrize("partition", ["zero:stage=1", "zero:stage=3", "zero:stage=1,within=2"])
+def test_the_shares_of_time_have_all_messages_of_shards(partition):
+    """Workers compute in turn with messages: what is not computing, in seconds of the run, is communication."""
+    run = virtual("digits-mlp", strategy=partition, workers=4, steps=5).summary
+    whole = virtual("digits-mlp", strategy="bsp", workers=4, steps=5).summary
+    computed = [each["time_share"]["compute"] * each["seconds"] for each in (run, whole)]
+    assert computed[0] == pytest.approx(computed[1], rel=1e-3)
+
+
 def accelerators(count, bandwidth, job=EQUAL):
     """Steps of a second on GPUs of one host. Collectives start in a millisecond, and slow computations by a tenth."""
     machines = Machines(gpus=count, gpu="v100-sxm2-16gb", compute=Constant(seconds=1.0))

@@ -166,7 +166,7 @@ S = 6 * P
     [
         ("zero:stage=1", MemoryUse(6 * P, 9 * P, 3 * P, 0, 72 * ROW, messages=S)),
         ("zero:stage=2", MemoryUse(6 * P, 3 * P + S, 3 * P, 0, 72 * ROW, messages=S)),
-        ("zero:stage=3", MemoryUse((3 + 2) * P, (3 + 2) * P, 3 * P, 0, 72 * ROW, messages=P)),
+        ("zero:stage=3", MemoryUse((3 + 2) * P, (3 + 3) * P, 3 * P, 0, 72 * ROW, messages=P)),
     ],
 )
 def test_a_worker_keeps_a_shard_and_what_is_gathered_or_scattered(partition, expected):
@@ -200,7 +200,7 @@ def test_of_many_slices_some_are_scattered_at_once_and_one_is_computed():
     own = 1 + 2 + 1 + 2
     assert Zero(stage=1).keeps(shards) == (10, 10 + own, own, 4 + 3)
     assert Zero(stage=2).keeps(shards) == (10, own + 4 + 3 + 2, own, 4 + 3)
-    assert Zero(stage=3).keeps(shards) == (own + 1 + 4 + 3, own + 1 + 4 + 3, own, 4)
+    assert Zero(stage=3).keeps(shards) == (own + 1 + 4 + 3, own + 1 + 4 + 3 + 2, own, 4)
 
 
 def test_shards_fit_where_the_whole_model_does_not():

@@ -26,7 +26,7 @@ from dure.planner.commands import Command, command_of
 from dure.planner.explain import bottlenecks, unstated, why, would_change, written_from_sends
 from dure.planner.learning import learned
 from dure.planner.options import PlanOptions
-from dure.planner.plan import LARGE, plan
+from dure.planner.plan import LARGE, plan, scene_of
 from dure.planner.ranking import ranked
 from dure.planner.search import Found
 from dure.planner.side_by_side import Deadline
@@ -345,6 +345,20 @@ def test_a_plan_never_holds_the_values_of_a_large_model():
     digits = load_job("digits-mlp")
     job = dure.Job(model=shapes_alone, loss=digits.loss, train=digits.train, batch_size=8, name="large")
     assert plan(job, on=Cluster.uniform(2), within=1).scene.model.replica.numel > LARGE
+
+
+def shapes_of_few():
+    assert torch.get_default_device().type == "meta", "a plan needs no values of a job whose data have none"
+    return torch.nn.Linear(64, 10)
+
+
+def test_a_plan_of_data_without_values_never_holds_those_of_the_model():
+    data = dure.Data(torch.empty(96, 64, device="meta"), torch.empty(96, dtype=torch.int64, device="meta"))
+    job = dure.Job(model=shapes_of_few, loss=cross_entropy, train=data, batch_size=8, name="shapes")
+    found = scene_of(PlanOptions.of({"job": "shapes", "on": "", "within": 1}), job, Cluster.uniform(2), lambda *_: None)
+    assert found.model.replica.numel == 650
+    assert found.model.replica.params.is_meta
+    assert not found.has_values
 
 
 @pytest.mark.sampled(1)

@@ -20,7 +20,8 @@ class PlanOptions(Checked):
     workers: Workers | None = None
     """Workers; those of the cluster file, else 4."""
     on: str = ""
-    """A cluster file, or virtual (a uniform cluster). If left out, this machine, which is measured first."""
+    """A cluster file, GPUs such as "2x8 a100-sxm4-80gb @ 100 Gbit/s", or virtual (a uniform cluster). If left out,
+    this machine, which is measured first."""
     batch_size: Count | None = None
     """Samples per worker in a step; the job's if left out. The samples of all workers are equal for all strategies."""
     data: Path | None = None

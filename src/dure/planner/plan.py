@@ -158,7 +158,7 @@ def scene_of(config: PlanOptions, job: Job | None, cluster: Cluster | None, say:
             "describe machines with as many workers."
         )
     has_values = not is_on_meta(job)
-    if config.goal is None and not here:
+    if is_on_meta(job) or (config.goal is None and not here):
         job = _without_values(job)
     try_to_count(job, name)
     times = None
@@ -172,12 +172,10 @@ def scene_of(config: PlanOptions, job: Job | None, cluster: Cluster | None, say:
 
 
 def _without_values(job: Job) -> Job:
-    """`job` with shapes only, where its model is large."""
-    if is_on_meta(job):
-        return job
+    """`job` with shapes only, where its model is large or its data have no values."""
     try:
         with explain_user_errors("its model() raised"):
-            return shapes_of(job) if numel_of(job) > LARGE else job
+            return shapes_of(job) if is_on_meta(job) or numel_of(job) > LARGE else job
     except DureError:  # a model that needs values, or a wrong one
         return job
 

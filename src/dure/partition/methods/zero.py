@@ -67,12 +67,12 @@ class Zero:
         |-------|--------------|--------------|-------------|----------|
         | 1     | P            | P + P/N      | P/N         | 2 u      |
         | 2     | P            | P/N + 3 u    | P/N         | 2 u      |
-        | 3     | P/N + r + 2u | P/N + r + 2u | P/N         | u        |
+        | 3     | P/N + r + 2u | P/N + r + 3u | P/N         | u        |
 
         P is all, u the largest unit; of several, the largest ones. A unit is a slice of the gradient, in stage 3 a
         block of the model. Its first one, r, is what several blocks have: it is whole during a step. The parameters of
-        a block are gathered during the one before. Of the gradients, one is computed, and others are scattered.
-        Messages are the parts that come from the other ranks.
+        a block are gathered during the one before. Of the gradients, one is computed, and others are scattered; stage 3
+        copies the one that is computed. Messages are the parts that come from the other ranks.
         """
         root, numels = 0, [size(unit) for unit in shards.units]
         whole, own = sum(numels), shards.numels[0]
@@ -82,7 +82,8 @@ class Zero:
             root, *numels = numels
         numels.sort()
         at_once = UNITS_AT_ONCE if self.stage == 3 else SLICES_AT_ONCE
-        messages, gradients = sum(numels[-at_once:]), root + sum(numels[-at_once - 1 :])
+        copied = self.stage == 3
+        messages, gradients = sum(numels[-at_once:]), root + sum(numels[-at_once - 1 - copied :])
         weights = own + root + sum(numels[-2:]) if self.stage == 3 else whole
         return ShardedMemory(weights, own + (whole if self.stage == 1 else gradients), own, messages)
 

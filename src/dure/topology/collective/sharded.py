@@ -66,16 +66,22 @@ class ShardedSession(GroupSession):
 
     async def _mean_part(self, work: Any, share: float) -> Gradient:
         gradient = await self.groups.near.mean_part(work, share, self.shards)
-        return await self.agreed(gradient.with_values(await self._summed_across(gradient.values)))
+        started, node = self._worker.node.now(), self._worker.node
+        part = await self._summed_across(gradient.values)
+        self._worker.meter.add("communicate", started, node.now(), "all_reduce")
+        return await self.agreed(gradient.with_values(part))
 
     async def part_of_mean(self, values: torch.Tensor, share: float) -> torch.Tensor:
         """This worker's part of the mean of `values`, of which each member has a `share`. `values` are changed."""
+        started, node = self._worker.node.now(), self._worker.node
         values *= share
         parts = []
         for unit in self.shards.units:
             (whole,) = pieces(values, unit)
             parts.append(await self.groups.near.reduce_scatter(whole))
-        return await self._summed_across(_joined(parts))
+        part = await self._summed_across(_joined(parts))
+        self._worker.meter.add("communicate", started, node.now(), "reduce_scatter")
+        return part
 
     async def _summed_across(self, part: torch.Tensor) -> torch.Tensor:
         return part if self.groups.across is None else await self.groups.across.all_reduce(part)
@@ -96,11 +102,13 @@ class ShardedSession(GroupSession):
 
     async def sum_near(self, number: float) -> float:
         """The sum of a number over the workers that share a copy."""
-        if isinstance(self._worker.params, Ghost):
-            await self.groups.near.all_reduce(self._worker.params.new_empty(1, torch.float64))
-            return 0.0
-        total = await self.groups.near.all_reduce(torch.tensor([number], dtype=torch.float64, device="cpu"))
-        return float(total)
+        started, node, params = self._worker.node.now(), self._worker.node, self._worker.params
+        given = torch.tensor([number], dtype=torch.float64, device="cpu")
+        if isinstance(params, Ghost):
+            given = params.new_empty(1, torch.float64)
+        total = await self.groups.near.all_reduce(given)
+        self._worker.meter.add("communicate", started, node.now(), "all_reduce")
+        return 0.0 if isinstance(params, Ghost) else float(total)
 
     # ---- parameters
 
