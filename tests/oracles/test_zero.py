@@ -9,7 +9,10 @@ import pytest
 import torch
 from support import stage_jobs, zero_jobs
 from support.runs import local, virtual
+from support.wording import raising
 from support.zero_jobs import job_text
+
+from dure.errors import UsageError
 
 STAGES = ("zero:stage=1", "zero:stage=2", "zero:stage=3")
 
@@ -70,6 +73,14 @@ def test_all_workers_skip_a_step_whose_gradient_is_infinite_at_one(partition, fo
     assert sharded.summary["updates_refused"] == plain.summary["updates_refused"] > 0
     assert bool(sharded.params.isfinite().all())
     assert torch.equal(sharded.params, plain.params)
+
+
+@pytest.mark.parametrize("change", ["in_place", "of_data", "to_other_memory", "to_float64"])
+def test_a_model_that_changes_its_parameters_is_refused(change):
+    """The next gather would undo the change."""
+    options: dict[str, Any] = {"workers": 2, "steps": 2}
+    with raising(UsageError, "(of '1.inner.weight'"):
+        virtual(zero_jobs.changing(change), "bsp zero:stage=3", **options)
 
 
 @pytest.mark.sampled(1)

@@ -7,7 +7,7 @@ Behind a layer that is split by outputs each worker has a part of the tensors, u
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -23,7 +23,7 @@ from dure.core.flop_counter import FlopCounter
 from dure.core.user_code import explain_user_errors
 from dure.errors import UsageError
 from dure.job.data.dataset import Batch, described, tensors
-from dure.partition.blocks import block_name, first_samples
+from dure.partition.blocks import block_name, first_samples, holders_of
 from dure.partition.tensor.ways import Activations, Recording, Ways
 
 if TYPE_CHECKING:
@@ -120,12 +120,14 @@ class MeasuredPass:
 
     `borders` has the border before each block but the first, and that of the outputs, or why it cannot be one.
     `changes` has the first block that changes the tensors before a block in place, by the number of the latter.
+    `reads` has the blocks of which a block reads a parameter or tensor beside its inputs, by the number of the latter.
     """
 
     names: Sequence[str]
     borders: Mapping[int, Border | str]
     costs: Sequence[BlockCost]
     changes: Mapping[int, int]
+    reads: Mapping[int, Sequence[int]]
 
     def border(self, number: int) -> Border:
         """The border before block `number`. Raises `UsageError` where the values there cannot cross one."""
@@ -144,7 +146,10 @@ class MeasuredPass:
         return KeptMemory(sum(borders), max(max(0, n - border) for n, border in zip(own.blocks, borders, strict=True)))
 
     def check(self, bounds: Sequence[int]) -> None:
-        """Raise `UsageError` if a block changes the inputs of its stage in place. Stages lie between `bounds`."""
+        """Raise `UsageError` if a block changes the inputs of its stage in place, or reads parameters of another stage.
+
+        Stages lie between `bounds`.
+        """
         for start, stop in pairwise(bounds):
             if self.changes.get(start, stop) < stop:
                 raise UsageError(
@@ -152,6 +157,14 @@ class MeasuredPass:
                     "its inputs for the backward. Write inplace=False in the model or x = x.clone() in the block, or "
                     "cut before another block."
                 )
+            for number, others in self.reads.items():
+                if start <= number < stop and not any(start <= other < stop for other in others):
+                    raise UsageError(
+                        f"{self.names[number]} reads a parameter or a tensor of {self.names[others[0]]}, which is "
+                        "computed apart from it, beside its inputs: its values or its gradient would be lost. Let the "
+                        "block hold the parameter too, as in self.weight = other.weight, which ties both, and pass "
+                        "tensors on from block to block as (x, skip)."
+                    )
 
 
 def measure(blocks: Sequence[nn.Module], call: Call, inputs: Any) -> MeasuredPass:
@@ -159,7 +172,9 @@ def measure(blocks: Sequence[nn.Module], call: Call, inputs: Any) -> MeasuredPas
     names = [block_name(number, block) for number, block in enumerate(blocks)]
     borders: dict[int, Border | str] = {}
     changes: dict[int, int] = {}
-    costs = []
+    reads: dict[int, Sequence[int]] = {}
+    costs, holders, made = [], holders_of(blocks), dict[Any, int]()
+    border, first = set[Any](), 0  # the nodes of the inputs of block `first`
     value = inputs
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         alive: list[Tensor] = []  # a memory that is freed could give its number to another
@@ -172,8 +187,40 @@ def measure(blocks: Sequence[nn.Module], call: Call, inputs: Any) -> MeasuredPas
                 del before[start]
             costs.append(BlockCost(float(counter.get_total_flops()), kept))
             borders[number + 1] = found = _border(value, names[number])
-            before[number + 1] = [] if isinstance(found, str) else _versions(found.flat(value))
-    return MeasuredPass(names, borders, costs, changes)
+            if isinstance(found, str):  # the next block is in the same stage
+                before[number + 1] = []
+                continue
+            outputs = found.flat(value)
+            before[number + 1] = _versions(outputs)
+            for each in _reads(outputs, border, made, number, holders):
+                if not any(first <= other <= number for other in each):
+                    reads[number] = each
+            border, first = {each.grad_fn for each in outputs}, number + 1
+    return MeasuredPass(names, borders, costs, changes, reads)
+
+
+def _reads(
+    outputs: Sequence[Tensor], border: Set[Any], made: dict[Any, int], number: int, holders: Mapping[int, Sequence[int]]
+) -> list[Sequence[int]]:
+    """The blocks that block `number` reads beside its inputs: of each parameter its holders, of each tensor its maker.
+
+    The graph of its `outputs` is searched to the nodes of its inputs, which are those of `border`. `made` has the
+    block of each node, and gets those of this one.
+    """
+    found: list[Sequence[int]] = []
+    nodes: list[Any] = [each.grad_fn for each in outputs]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in border:
+            continue
+        if hasattr(node, "variable"):
+            found.append(holders.get(id(node.variable), (number,)))
+        elif node in made:
+            found.append((made[node],))
+        else:
+            made[node] = number
+            nodes += [behind for behind, _ in node.next_functions]
+    return found
 
 
 def _counted(block: nn.Module, call: Call, value: Any) -> tuple[Any, FlopCounter]:
