@@ -75,6 +75,13 @@ def test_all_workers_skip_a_step_whose_gradient_is_infinite_at_one(partition, fo
     assert torch.equal(sharded.params, plain.params)
 
 
+@pytest.mark.parametrize("partition", [*STAGES, "zero:stage=3,within=2"])
+def test_a_worker_counts_by_the_samples_of_its_mini_batches(partition):
+    options: dict[str, Any] = {"workers": 4, "batch_sizes": (2, 9, 3, 4), "steps": 3, "dtype": "float64", "exact": True}
+    plain, sharded = (virtual(zero_jobs.mlp(), strategy, **options) for strategy in ("bsp", f"bsp {partition}"))
+    assert largest_difference(sharded, plain) < 1e-12
+
+
 @pytest.mark.parametrize("change", ["in_place", "of_data", "to_other_memory", "to_float64"])
 def test_a_model_that_changes_its_parameters_is_refused(change):
     """The next gather would undo the change."""

@@ -229,7 +229,7 @@ class TorchFolder:
         for name, buffer in self._replica.module.named_buffers():
             key = f"{self._model}{name}"
             if key in self._tensors:
-                buffer.copy_(self._read(key))
+                load_buffer(self._path, name, buffer, self._read(key))
 
     def _read(self, key: str) -> Tensor:
         found = self._tensors[key]
@@ -237,3 +237,20 @@ class TorchFolder:
         with _alone():
             load({key: tensor}, storage_reader=FileSystemReader(self._path), no_dist=True)
         return tensor
+
+
+def load_buffer(path: Path, name: str, buffer: Tensor, found: Tensor) -> None:
+    """Copy to a buffer of the model the values that the state at `path` has for it.
+
+    Raises `UsageError` for values of another shape, or of numbers of another kind.
+    """
+    alike = (found.is_floating_point(), found.dtype == torch.bool) == (
+        buffer.is_floating_point(),
+        buffer.dtype == torch.bool,
+    )
+    if found.shape != buffer.shape or not alike:
+        raise UsageError(
+            f"{path}: {name} is {found.dtype} of shape {tuple(found.shape)}, and the buffer is {buffer.dtype} of shape "
+            f"{tuple(buffer.shape)}: it is the state of another model."
+        )
+    buffer.copy_(found)
