@@ -288,3 +288,18 @@ def test_a_pipe_is_not_read(tmp_path):
     os.mkfifo(tmp_path / "model.safetensors")
     said = refused("import", str(tmp_path / "model.safetensors"), str(tmp_path / "run"), "--trust")
     assert "it is no regular file" in said
+
+
+@pytest.mark.parametrize("damage", ["cut", "missing"])
+def test_a_damaged_folder_is_named(damage, tmp_path):
+    started(tmp_path / "run")
+    done("export", tmp_path / "run", "--to", "dcp", "--out", tmp_path / "dcp", "--trust")
+    for file in (tmp_path / "dcp").glob("*.distcp"):
+        content = file.read_bytes()
+        file.unlink()
+        if damage == "cut":
+            file.write_bytes(content[:100])
+    said = refused("import", str(tmp_path / "dcp"), str(tmp_path / "run"), "--trust")
+    assert f"{tmp_path / 'dcp'}: " in said
+    assert "The folder is damaged or incomplete" in said
+    assert checkpoint.load(tmp_path / "run" / CHECKPOINTS).step == 3

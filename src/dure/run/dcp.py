@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -234,8 +235,15 @@ class TorchFolder:
     def _read(self, key: str) -> Tensor:
         found = self._tensors[key]
         tensor = torch.empty(found.size, dtype=found.properties.dtype)
-        with _alone():
-            load({key: tensor}, storage_reader=FileSystemReader(self._path), no_dist=True)
+        try:
+            with _alone():
+                load({key: tensor}, storage_reader=FileSystemReader(self._path), no_dist=True)
+        except CheckpointException as error:  # which is no Exception
+            cause = next(iter(error.failures.values()))[0]
+            raise UsageError(
+                f"{self._path}: {key} cannot be read ({type(cause).__name__}: {str(cause).partition(chr(10))[0]}). The folder "
+                "is damaged or incomplete: copy or write it again."
+            ) from error
         return tensor
 
 
