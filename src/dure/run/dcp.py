@@ -240,9 +240,10 @@ class TorchFolder:
                 load({key: tensor}, storage_reader=FileSystemReader(self._path), no_dist=True)
         except CheckpointException as error:  # which is no Exception
             cause = next(iter(error.failures.values()))[0]
+            first = str(cause).partition("\n")[0]
             raise UsageError(
-                f"{self._path}: {key} cannot be read ({type(cause).__name__}: {str(cause).partition(chr(10))[0]}). The folder "
-                "is damaged or incomplete: copy or write it again."
+                f"{self._path}: {key} cannot be read ({type(cause).__name__}: {first}). The folder is "
+                "damaged or incomplete: copy or write it again."
             ) from error
         return tensor
 

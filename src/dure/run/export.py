@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from safetensors import SafetensorError, safe_open
 
-from dure.core.regular_file import CHECKPOINTS, check_regular
+from dure.core.regular_file import CHECKPOINTS, check_output, check_regular
 from dure.core.state import State
 from dure.errors import UsageError
 from dure.job.replica import Replica
@@ -111,11 +111,12 @@ class SavedRun:
 def export(folder: Path, to: Format, out: Path | None = None, *, trust: bool = False) -> Exported:
     """Write the model of the newest checkpoint of the run in `folder`, and for DCP the state of its optimizer.
 
-    Raises as `SavedRun`, and `UsageError` where `out` is there already.
+    Raises as `SavedRun`, and `UsageError` where `out` is there already, or cannot be written.
     """
     run, path = SavedRun(folder, trust=trust), out or folder / DEFAULT_NAMES[to]
     if path.exists():
         raise UsageError(f"{path} is there already: give another --out, or remove it.")
+    check_output(path)
     write_model(run, to, path)
     return Exported(path, run.found.step, to == "dcp")
 
@@ -178,7 +179,7 @@ def bring(source: Path, folder: Path, step: int | None = None, *, trust: bool = 
         else TensorsOfModel(source, run.replica, vectors)
     )
     found.load_buffers()
-    step = step or found.steps or newest
+    step = (found.steps or newest) if step is None else step
     if step < newest:
         raise UsageError(
             f"{folder} has a checkpoint of step {newest}, and this one would be of step {step}: a run goes on from its "
