@@ -311,11 +311,3 @@ def test_a_folder_that_is_missing_is_named(to, tmp_path):
     out = tmp_path / "missing" / "model"
     said = refused("export", str(tmp_path / "run"), "--to", to, "--out", str(out), "--trust")
     assert f"cannot write {out}: there is no folder {out.parent}" in said
-
-
-def test_step_0_is_earlier_than_the_newest(tmp_path):
-    started(tmp_path / "run")
-    done("export", tmp_path / "run", "--trust")
-    file = tmp_path / "run" / "model.safetensors"
-    said = refused("import", str(file), str(tmp_path / "run"), "--step", "0", "--trust")
-    assert "would be of step 0" in said

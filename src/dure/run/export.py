@@ -179,7 +179,7 @@ def bring(source: Path, folder: Path, step: int | None = None, *, trust: bool = 
         else TensorsOfModel(source, run.replica, vectors)
     )
     found.load_buffers()
-    step = (found.steps or newest) if step is None else step
+    step = step or found.steps or newest
     if step < newest:
         raise UsageError(
             f"{folder} has a checkpoint of step {newest}, and this one would be of step {step}: a run goes on from its "
