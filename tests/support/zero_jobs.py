@@ -128,7 +128,7 @@ def changing(change: str) -> Job:
 
 
 class Spoiled(nn.Module):
-    """A layer whose loss is finite and whose gradient is NaN for samples that begin with a large value."""
+    """A layer whose loss is finite and whose gradient is NaN, in one element, for samples that begin with a large value."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ class Spoiled(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         sound = (inputs[:, :1].abs() < 5).to(inputs.dtype)
         outputs: Tensor = self.inner(inputs)
-        return outputs + 0 * torch.sqrt(sound * (1 + self.inner.weight.square().sum()))
+        return outputs + 0 * torch.sqrt(sound * (1 + self.inner.weight[0, 0].square()))
 
 
 def one_nan() -> Job:
