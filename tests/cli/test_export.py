@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -268,3 +269,45 @@ def test_a_model_of_another_run_is_refused(tmp_path):
     save_file({name: each.float() for name, each in load_file(file).items()}, tmp_path / "half.safetensors")
     said = refused("import", str(tmp_path / "half.safetensors"), str(tmp_path / "run"), "--trust")
     assert "torch.float32" in said
+
+
+@pytest.mark.parametrize("shape", [(1,), (3, 3)])
+def test_a_buffer_of_another_shape_is_refused(shape, tmp_path):
+    """A single value would be copied to all elements."""
+    started(tmp_path / "run", job="normed_last")
+    done("export", tmp_path / "run", "--trust")
+    tensors = load_file(tmp_path / "run" / "model.safetensors")
+    name = next(each for each in tensors if each.endswith("running_mean"))
+    save_file(tensors | {name: tensors[name].new_zeros(shape)}, tmp_path / "other.safetensors")
+    said = refused("import", str(tmp_path / "other.safetensors"), str(tmp_path / "run"), "--trust")
+    assert f"{name} is torch.float64 of shape {shape}, and the buffer is" in said
+
+
+def test_a_pipe_is_not_read(tmp_path):
+    started(tmp_path / "run")
+    os.mkfifo(tmp_path / "model.safetensors")
+    said = refused("import", str(tmp_path / "model.safetensors"), str(tmp_path / "run"), "--trust")
+    assert "it is no regular file" in said
+
+
+@pytest.mark.parametrize("damage", ["cut", "missing"])
+def test_a_damaged_folder_is_named(damage, tmp_path):
+    started(tmp_path / "run")
+    done("export", tmp_path / "run", "--to", "dcp", "--out", tmp_path / "dcp", "--trust")
+    for file in (tmp_path / "dcp").glob("*.distcp"):
+        content = file.read_bytes()
+        file.unlink()
+        if damage == "cut":
+            file.write_bytes(content[:100])
+    said = refused("import", str(tmp_path / "dcp"), str(tmp_path / "run"), "--trust")
+    assert f"{tmp_path / 'dcp'}: " in said
+    assert "The folder is damaged or incomplete" in said
+    assert checkpoint.load(tmp_path / "run" / CHECKPOINTS).step == 3
+
+
+@pytest.mark.parametrize("to", ["safetensors", "dcp"])
+def test_a_folder_that_is_missing_is_named(to, tmp_path):
+    started(tmp_path / "run")
+    out = tmp_path / "missing" / "model"
+    said = refused("export", str(tmp_path / "run"), "--to", to, "--out", str(out), "--trust")
+    assert f"cannot write {out}: there is no folder {out.parent}" in said

@@ -88,9 +88,24 @@ def test_a_finite_gradient_is_clipped_though_its_squares_overflow(stage):
 
 @pytest.mark.parametrize("job", [zero_jobs.limited, zero_jobs.reading])
 def test_blocks_whose_parameters_would_not_be_whole_are_refused(job):
-    with raising(UsageError, "a stage"):
+    with raising(UsageError, "parameter"):
         virtual(job(), "bsp zero:stage=3", workers=2, steps=2)
     virtual(job(), "bsp zero:stage=2", workers=2, steps=2)
+
+
+@pytest.mark.parametrize("partition", [*STAGES, "zero:stage=3,within=2"])
+def test_a_worker_counts_by_the_samples_of_its_mini_batches(partition):
+    options: dict[str, Any] = {"workers": 4, "batch_sizes": (2, 9, 3, 4), "steps": 3, "dtype": "float64", "exact": True}
+    plain, sharded = (virtual(zero_jobs.mlp(), strategy, **options) for strategy in ("bsp", f"bsp {partition}"))
+    assert largest_difference(sharded, plain) < 1e-12
+
+
+@pytest.mark.parametrize("change", ["in_place", "of_data", "to_other_memory", "to_float64"])
+def test_a_model_that_changes_its_parameters_is_refused(change):
+    """The next gather would undo the change."""
+    options: dict[str, Any] = {"workers": 2, "steps": 2}
+    with raising(UsageError, "inner.weight'"):
+        virtual(zero_jobs.changing(change), "bsp zero:stage=3", **options)
 
 
 @pytest.mark.sampled(1)

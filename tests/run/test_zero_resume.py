@@ -127,6 +127,19 @@ def test_another_stage_goes_on_with_the_bits_of_the_uninterrupted_run(job, parti
     assert graded(run.history, "loss", "updates", "accuracy") == graded(whole.rows, "loss", "updates", "accuracy")
 
 
+@pytest.mark.parametrize("partition", [THREE, "none"])
+def test_each_worker_goes_on_with_its_own_buffers(partition, tmp_path):
+    def buffers():
+        parts = checkpoint.load(tmp_path / CHECKPOINTS).parts
+        return [parts[f"worker-{number}"].tensors["buffers"] for number in range(2)]
+
+    started(tmp_path, ONE, 2, job="normed_last")
+    before = buffers()
+    assert not torch.equal(*before)
+    goes_on(tmp_path, partition, 3)
+    assert all(map(torch.equal, buffers(), before))
+
+
 CHANGES = [
     [(ONE, 2), (ONE, 4), ("none", 1), (THREE, 3)],
     [(HOSTS, 4), (HOSTS, 2), (THREE, 4), ("none", 2)],

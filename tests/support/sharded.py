@@ -112,6 +112,11 @@ def case_equal_too():
     return compared("sgd", "momentum")
 
 
+def case_unequal():
+    """Parameters of ranks whose batches count 1 and 3, and 5 at a third rank, with shards and without."""
+    return [digest(flat(train("sgd", shard=shard, steps=2, batch_size=1 + 2 * RANK))) for shard in (None, *STAGES)]
+
+
 def compared(*rules):
     gave = {}
     for rule in rules:

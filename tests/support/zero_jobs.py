@@ -100,8 +100,36 @@ def dropped() -> Job:
     return job(model)
 
 
+class Changing(nn.Module):
+    """A layer that changes its weight before it reads it, in one of the ways in which PyTorch allows that."""
+
+    def __init__(self, change: str) -> None:
+        super().__init__()
+        self.inner, self.change = nn.Linear(WIDTH, WIDTH), change
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        weight = self.inner.weight
+        match self.change:
+            case "in_place":
+                with torch.no_grad():
+                    weight.clamp_(-0.01, 0.01)
+            case "of_data":
+                weight.data.clamp_(-0.01, 0.01)
+            case "to_other_memory":
+                weight.data = weight.data.clamp(-0.01, 0.01)
+            case "to_float64":
+                self.inner.to(torch.float64)
+        outputs: Tensor = self.inner(inputs.to(weight.dtype)).to(inputs.dtype)
+        return outputs
+
+
+def changing(change: str) -> Job:
+    """The second of three blocks changes its weight in forward."""
+    return job(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Changing(change), nn.Linear(WIDTH, 4)))
+
+
 class Spoiled(nn.Module):
-    """A layer whose loss is finite and whose gradient is NaN for samples that begin with a large value."""
+    """A layer whose loss is finite and whose gradient has a NaN for samples that begin with a large value."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +138,7 @@ class Spoiled(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         sound = (inputs[:, :1].abs() < 5).to(inputs.dtype)
         outputs: Tensor = self.inner(inputs)
-        return outputs + 0 * torch.sqrt(sound * (1 + self.inner.weight.square().sum()))
+        return outputs + 0 * torch.sqrt(sound * (1 + self.inner.weight[0, 0].square()))
 
 
 def one_nan() -> Job:

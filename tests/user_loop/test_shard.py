@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.xdist_group("shard"), pytest.mark.timeout(400)]
 
 STAGES = sharded.STAGES
-SHORT = ("equal", "norms", "memory", "discarded", "nan")
+SHORT = ("equal", "unequal", "norms", "memory", "discarded", "nan")
 LONG = ("equal_too", "clipped", "clips_without_backward", "accumulated", "quarantined", "resumed", "refused")
 LONG_TOO = ("two_models", "stops")
 OF_THREE = ("equal", "equal_too", "clipped", "nan")
@@ -69,6 +69,12 @@ def check_equal(ranks, rule):
 
 def test_two_ranks_with_shards_have_the_bits_of_two_without(ranks):
     check_equal([rank["equal"] for rank in ranks], "adamw")
+
+
+def test_ranks_with_shards_count_by_their_batch_size(ranks):
+    for rank in ranks:
+        whole, *others = rank["unequal"]
+        assert others == [whole, whole]
 
 
 @pytest.mark.long

@@ -150,6 +150,10 @@ class ShardedUnits(HeldShard, Protocol):
         """Begin to gather the parameters of a unit into `memory`."""
         ...
 
+    def is_as_gathered(self, unit: int, memory: torch.Tensor) -> bool:
+        """Whether the own part of a unit in `memory` is as it was gathered."""
+        ...
+
     def scatter_unit(self, unit: int, gradient: torch.Tensor) -> Operation[torch.Tensor]:
         """Begin to sum the gradient of a unit over all members; the result is this worker's part."""
         ...

@@ -128,7 +128,7 @@ def tied(module: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, tuple[int,
     >>> tied(model, list(model))
     {'0.weight': (0, 2)}
     """
-    holders = _holders(blocks)
+    holders = holders_of(blocks)
     named = ((name, holders.get(id(each), ())) for name, each in module.named_parameters() if each.requires_grad)
     return {name: tuple(numbers) for name, numbers in named if len(numbers) > 1}
 
@@ -212,7 +212,7 @@ def _no_sequence(module: nn.Module) -> str:
 
 def _check_parameters(module: nn.Module, blocks: Sequence[nn.Module], what: str) -> None:
     """Raise `UsageError` unless the blocks hold the trainable parameters of the module, and no others."""
-    holders = _holders(blocks)
+    holders = holders_of(blocks)
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and id(parameter) not in holders:
             raise UsageError(
@@ -251,7 +251,7 @@ def _changes(buffer: Tensor) -> bool:
     return buffer.dtype != torch.bool and not buffer.is_complex()
 
 
-def _holders(blocks: Sequence[nn.Module]) -> dict[int, list[int]]:
+def holders_of(blocks: Sequence[nn.Module]) -> dict[int, list[int]]:
     """The numbers of the blocks that hold each parameter, by the parameter's identity."""
     found: dict[int, list[int]] = {}
     for number, block in enumerate(blocks):

@@ -7,7 +7,7 @@ Behind a layer that is split by outputs each worker has a part of the tensors, u
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -23,7 +23,7 @@ from dure.core.flop_counter import FlopCounter
 from dure.core.user_code import explain_user_errors
 from dure.errors import UsageError
 from dure.job.data.dataset import Batch, described, tensors
-from dure.partition.blocks import block_name, first_samples
+from dure.partition.blocks import block_name, first_samples, holders_of
 from dure.partition.tensor.ways import Activations, Recording, Ways
 
 if TYPE_CHECKING:
@@ -114,28 +114,21 @@ class KeptMemory(NamedTuple):
     again: int = 0
 
 
-class _Read(NamedTuple):
-    """A parameter by its name in the block `holder`."""
-
-    name: str
-    holder: int
-
-
 @dataclass(frozen=True, slots=True)
 class MeasuredPass:
     """The borders of a model's blocks and the costs of the blocks, of one forward. `names` are those of the blocks.
 
     `borders` has the border before each block but the first, and that of the outputs, or why it cannot be one.
     `changes` has the first block that changes the tensors before a block in place, by the number of the latter.
-    By the number of a block, `reads` has the trained parameters of other blocks that it computes with, and `edits` one
-    of its own that its forward changes in place.
+    `reads` has the blocks of which a block reads a parameter or tensor beside its inputs, by the number of the latter.
+    `edits` has a trained parameter of a block that its forward changes in place.
     """
 
     names: Sequence[str]
     borders: Mapping[int, Border | str]
     costs: Sequence[BlockCost]
     changes: Mapping[int, int]
-    reads: Mapping[int, Sequence[_Read]]
+    reads: Mapping[int, Sequence[int]]
     edits: Mapping[int, str]
 
     def border(self, number: int) -> Border:
@@ -155,35 +148,31 @@ class MeasuredPass:
         return KeptMemory(sum(borders), max(max(0, n - border) for n, border in zip(own.blocks, borders, strict=True)))
 
     def check(self, bounds: Sequence[int]) -> None:
-        """Raise `UsageError` for a block that cannot be computed in its stage. Stages lie between `bounds`.
+        """Raise `UsageError` if a block changes the inputs of its stage in place, or reads parameters of another stage.
 
-        A block must not change parameters or the inputs of its stage in place, nor read parameters that blocks of other
-        stages alone hold.
+        Stages lie between `bounds`.
         """
+        for number, name in self.edits.items():
+            raise UsageError(
+                f"the forward of {self.names[number]} changes its parameter {name!r} in place, as nn.Embedding does "
+                "with max_norm, and a stage computes with parameters that it gets anew: the change would be lost. "
+                "Compute with a changed copy, as weight.clamp(-1, 1), or leave the partition out."
+            )
         for start, stop in pairwise(bounds):
-            for number in range(start, stop):
-                self._check_parameters(number, range(start, stop))
             if self.changes.get(start, stop) < stop:
                 raise UsageError(
                     f"{self.names[self.changes[start]]} changes the inputs of its stage in place, and a stage keeps "
                     "its inputs for the backward. Write inplace=False in the model or x = x.clone() in the block, or "
                     "cut before another block."
                 )
-
-    def _check_parameters(self, number: int, stage: range) -> None:
-        if number in self.edits:
-            raise UsageError(
-                f"the forward of {self.names[number]} changes its parameter {self.edits[number]!r} in place, as "
-                "nn.Embedding does with max_norm, and a stage computes with parameters that it gets anew: the change "
-                "would be lost. Compute with a changed copy, as weight.clamp(-1, 1), or leave the partition out."
-            )
-        for name, holder in self.reads.get(number, ()):
-            if holder not in stage:
-                raise UsageError(
-                    f"{self.names[number]} computes with the parameter {name!r} of {self.names[holder]} without "
-                    "holding it, so a stage would not have it. Register the module of this parameter in the block, too "
-                    "(self.other = other in place of a list or a closure): then it is tied, and trained in both."
-                )
+            for number, others in self.reads.items():
+                if start <= number < stop and not any(start <= other < stop for other in others):
+                    raise UsageError(
+                        f"{self.names[number]} reads a parameter or a tensor of {self.names[others[0]]}, which is "
+                        "computed apart from it, beside its inputs: its values or its gradient would be lost. Let the "
+                        "block hold the parameter too, as in self.weight = other.weight, which ties both, and pass "
+                        "tensors on from block to block as (x, skip)."
+                    )
 
 
 def measure(blocks: Sequence[nn.Module], call: Call, inputs: Any) -> MeasuredPass:
@@ -191,57 +180,58 @@ def measure(blocks: Sequence[nn.Module], call: Call, inputs: Any) -> MeasuredPas
     names = [block_name(number, block) for number, block in enumerate(blocks)]
     borders: dict[int, Border | str] = {}
     changes: dict[int, int] = {}
-    reads, edits = dict[int, list[_Read]](), dict[int, str]()
-    named = _trained(blocks)
-    costs = []
+    reads, edits = dict[int, Sequence[int]](), dict[int, str]()
+    costs, holders, made = [], holders_of(blocks), dict[Any, int]()
+    border, first = set[Any](), 0  # the nodes of the inputs of block `first`
     value = inputs
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         alive: list[Tensor] = []  # a memory that is freed could give its number to another
         before = {0: _versions(tensors(inputs))}
         for number, block in enumerate(blocks):
-            nodes, parameters = _nodes(value), _versions([each for each in block.parameters() if each.requires_grad])
+            own = {name: (each, each._version) for name, each in block.named_parameters() if each.requires_grad}
             with explain_user_errors(f"{names[number]} raised"):
                 (value, counter), kept = with_kept(block, alive, partial(_counted, block, call, value))
-            own = {id(each) for each, _ in parameters}
-            reads[number] = [named[id(each)] for each in _leaves(value, nodes) if id(each) in named.keys() - own]
-            for each, version in parameters:
-                if each._version != version:
-                    edits[number] = named[id(each)].name
             for start in [start for start, versions in before.items() if _is_changed(versions)]:
                 changes[start] = number
                 del before[start]
+            edited = [name for name, each in own.items() if _is_changed([each])]
+            if edited:
+                edits[number] = edited[0]
             costs.append(BlockCost(float(counter.get_total_flops()), kept))
             borders[number + 1] = found = _border(value, names[number])
-            before[number + 1] = [] if isinstance(found, str) else _versions(found.flat(value))
+            if isinstance(found, str):  # the next block is in the same stage
+                before[number + 1] = []
+                continue
+            outputs = found.flat(value)
+            before[number + 1] = _versions(outputs)
+            for each in _reads(outputs, border, made, number, holders):
+                if not any(first <= other <= number for other in each):
+                    reads[number] = each
+            border, first = {each.grad_fn for each in outputs}, number + 1
     return MeasuredPass(names, borders, costs, changes, reads, edits)
 
 
-def _trained(blocks: Sequence[nn.Module]) -> dict[int, _Read]:
-    """The trained parameters of the blocks by `id`, with the first block that holds them."""
-    found: dict[int, _Read] = {}
-    for number, block in enumerate(blocks):
-        for name, each in block.named_parameters():
-            if each.requires_grad:
-                found.setdefault(id(each), _Read(name, number))
-    return found
+def _reads(
+    outputs: Sequence[Tensor], border: Set[Any], made: dict[Any, int], number: int, holders: Mapping[int, Sequence[int]]
+) -> list[Sequence[int]]:
+    """The blocks that block `number` reads beside its inputs: of each parameter its holders, of each tensor its maker.
 
-
-def _nodes(value: Any) -> set[Any]:
-    """The nodes of autograd's graph that have computed the tensors of `value`."""
-    return {each.grad_fn for each in tree_leaves(value) if isinstance(each, Tensor) and each.grad_fn is not None}
-
-
-def _leaves(value: Any, behind: Collection[Any]) -> list[Tensor]:
-    """The leaves of the graph that has computed `value` from the outputs of the nodes `behind`."""
-    found, seen, waiting = [], set(behind), [*(_nodes(value) - set(behind))]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
+    The graph of its `outputs` is searched to the nodes of its inputs, which are those of `border`. `made` has the
+    block of each node, and gets those of this one.
+    """
+    found: list[Sequence[int]] = []
+    nodes: list[Any] = [each.grad_fn for each in outputs]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in border:
             continue
-        seen.add(node)
-        waiting += [each for each, _ in node.next_functions]
         if hasattr(node, "variable"):
-            found.append(node.variable)
+            found.append(holders.get(id(node.variable), (number,)))
+        elif node in made:
+            found.append((made[node],))
+        else:
+            made[node] = number
+            nodes += [behind for behind, _ in node.next_functions]
     return found
 
 

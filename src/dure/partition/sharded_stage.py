@@ -21,6 +21,7 @@ from torch import Tensor
 
 from dure.core.node import Ghost
 from dure.core.shards import UNITS_AT_ONCE
+from dure.errors import UsageError
 from dure.partition.stage import Stage
 from dure.partition.stage_module import Leaves
 
@@ -68,6 +69,7 @@ class _Unit:
     memory: Tensor | None = None
     tensors: dict[int, Tensor] = field(default_factory=dict)
     is_whole: bool = False
+    is_compared: bool = False
     gather: Operation[Tensor] | None = None
     gradient: Tensor | None = None
 
@@ -172,9 +174,31 @@ class ShardedStage(Stage):
     def _release(self, number: int) -> None:
         """Free the memory of the parameters of a unit."""
         unit = self._units[number]
+        if unit.is_whole and unit.tensors:
+            self._check_unchanged(number, unit)
         unit.is_whole = False
         if unit.memory is not None and not isinstance(unit.memory, Ghost):
             unit.memory.untyped_storage().resize_(0)
+
+    def _check_unchanged(self, number: int, unit: _Unit) -> None:
+        """Raise `UsageError` if the model has changed parameters of a unit: the next gather would undo the change.
+
+        Values are compared once: a change through `.data` leaves no other trace.
+        """
+        assert unit.memory is not None
+        assert self.module is not None
+        places = zip(unit.tensors.items(), unit.starts, strict=True)
+        changed = [layer for (layer, each), start in places if each._version or not _is_over(each, unit.memory[start:])]
+        if not changed and not unit.is_compared and not self._shard.is_as_gathered(number, unit.memory):
+            changed = unit.layers
+        unit.is_compared = True
+        if changed:
+            names = ", ".join(repr(self.module.replica.layers[layer].name) for layer in changed[:4])
+            raise UsageError(
+                f"the model changes parameters in its forward or backward (of {names}), and zero:stage=3 gathers them "
+                "anew, without the change, for the next pass. Use zero:stage=2, or compute the changed values without "
+                "an assignment, as with torch.nn.utils.parametrize."
+            )
 
     def _draw(self, stage: int, action: Action) -> Sequence[int] | RandomState:
         """Draw as a whole model does: from the worker and the step, and on from chunk to chunk."""
@@ -260,6 +284,11 @@ class ShardedStage(Stage):
             self._own = torch.empty_like(self.requester.params)
         place = self._shard.place_of(number)
         self._own[place : place + part.numel()] = part
+
+
+def _is_over(tensor: Tensor, memory: Tensor) -> bool:
+    """Whether a tensor begins where `memory` does, with the same dtype."""
+    return not tensor.numel() or (tensor.data_ptr(), tensor.dtype) == (memory.data_ptr(), memory.dtype)
 
 
 def ranges_of(unit: Sequence[Held]) -> list[tuple[int, int]]:

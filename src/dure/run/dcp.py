@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -229,11 +230,36 @@ class TorchFolder:
         for name, buffer in self._replica.module.named_buffers():
             key = f"{self._model}{name}"
             if key in self._tensors:
-                buffer.copy_(self._read(key))
+                load_buffer(self._path, name, buffer, self._read(key))
 
     def _read(self, key: str) -> Tensor:
         found = self._tensors[key]
         tensor = torch.empty(found.size, dtype=found.properties.dtype)
-        with _alone():
-            load({key: tensor}, storage_reader=FileSystemReader(self._path), no_dist=True)
+        try:
+            with _alone():
+                load({key: tensor}, storage_reader=FileSystemReader(self._path), no_dist=True)
+        except CheckpointException as error:  # which is no Exception
+            cause = next(iter(error.failures.values()))[0]
+            first = str(cause).partition("\n")[0]
+            raise UsageError(
+                f"{self._path}: {key} cannot be read ({type(cause).__name__}: {first}). The folder is "
+                "damaged or incomplete: copy or write it again."
+            ) from error
         return tensor
+
+
+def load_buffer(path: Path, name: str, buffer: Tensor, found: Tensor) -> None:
+    """Copy to a buffer of the model the values that the state at `path` has for it.
+
+    Raises `UsageError` for values of another shape, or of numbers of another kind.
+    """
+    alike = (found.is_floating_point(), found.dtype == torch.bool) == (
+        buffer.is_floating_point(),
+        buffer.dtype == torch.bool,
+    )
+    if found.shape != buffer.shape or not alike:
+        raise UsageError(
+            f"{path}: {name} is {found.dtype} of shape {tuple(found.shape)}, and the buffer is {buffer.dtype} of shape "
+            f"{tuple(buffer.shape)}: it is the state of another model."
+        )
+    buffer.copy_(found)

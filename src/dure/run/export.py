@@ -19,14 +19,14 @@ from typing import Any, Literal
 import torch
 from safetensors import SafetensorError, safe_open
 
-from dure.core.regular_file import CHECKPOINTS
+from dure.core.regular_file import CHECKPOINTS, check_output, check_regular
 from dure.core.state import State
 from dure.errors import UsageError
 from dure.job.replica import Replica
 from dure.run import checkpoint
 from dure.run.checkpoint import PartFiles, fitting
 from dure.run.config import TrainConfig
-from dure.run.dcp import TorchFolder, names_of
+from dure.run.dcp import TorchFolder, load_buffer, names_of
 from dure.run.dcp import write as write_dcp
 from dure.run.prebuilt import Prebuilt
 from dure.run.resolve import resolve
@@ -111,11 +111,12 @@ class SavedRun:
 def export(folder: Path, to: Format, out: Path | None = None, *, trust: bool = False) -> Exported:
     """Write the model of the newest checkpoint of the run in `folder`, and for DCP the state of its optimizer.
 
-    Raises as `SavedRun`, and `UsageError` where `out` is there already.
+    Raises as `SavedRun`, and `UsageError` where `out` is there already, or cannot be written.
     """
     run, path = SavedRun(folder, trust=trust), out or folder / DEFAULT_NAMES[to]
     if path.exists():
         raise UsageError(f"{path} is there already: give another --out, or remove it.")
+    check_output(path)
     write_model(run, to, path)
     return Exported(path, run.found.step, to == "dcp")
 
@@ -201,6 +202,7 @@ class TensorsOfModel:
         self.has_optimizer = len(vectors) == 1
         self._path, self._replica = path, replica
         try:
+            check_regular(path)
             with safe_open(path, "pt") as file:
                 self._there = set(file.keys())
         except (OSError, SafetensorError) as error:
@@ -228,7 +230,7 @@ class TensorsOfModel:
         """Copy the buffers that the file has to the module of the replica."""
         for name, buffer in self._replica.module.named_buffers():
             if name in self._there:
-                buffer.copy_(self._read(name))
+                load_buffer(self._path, name, buffer, self._read(name))
 
     def _read(self, name: str) -> torch.Tensor:
         with safe_open(self._path, "pt") as file:

@@ -144,6 +144,12 @@ class ShardedSession(GroupSession):
             memory[start:stop] = params[self._places[unit] : self._places[unit + 1]]
         return self.groups.near.gather(memory, self.shards.alone[unit])
 
+    def is_as_gathered(self, unit: int, memory: torch.Tensor) -> bool:
+        """Whether this worker's part of a unit in `memory` has the bits that it was gathered with."""
+        start, stop = self.shards.cuts(unit)[self.groups.place]
+        part = self._worker.params[self._places[unit] : self._places[unit + 1]]
+        return torch.equal(memory[start:stop].view(torch.uint8), part.view(torch.uint8))
+
     def scatter_unit(self, unit: int, gradient: torch.Tensor) -> Operation[torch.Tensor]:
         """Begin to sum the `gradient` of a unit over all members; the result is this worker's part."""
         scatter = self.groups.near.reduce_scatter(gradient)
