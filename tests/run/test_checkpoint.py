@@ -64,6 +64,7 @@ def test_the_tensors_of_a_part_are_read_once_they_are_asked_for(tmp_path):
     assert parts.plain["worker-0"] == {"clock": 7}
     assert parts.read("worker-1", "params", 2, 4).tolist() == [3.0, 4.0]
     assert parts["worker-1"].tensors["params"].tolist() == [each + 1.0 for each in range(10)]
+    assert parts.get("worker-2") is None
     with pytest.raises(FileNotFoundError):
         _ = parts["worker-0"]
 

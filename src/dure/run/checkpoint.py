@@ -71,7 +71,8 @@ class PartFiles(Parts):
                 pass
 
     def __getitem__(self, name: str) -> State:
-        return State(load_file(self._folder / f"{name}.safetensors"), self.plain[name])
+        plain = self.plain[name]  # raises the error of a part that is not there
+        return State(load_file(self._folder / f"{name}.safetensors"), plain)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.plain)
