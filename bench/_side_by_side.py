@@ -33,7 +33,7 @@ from dure.job.models.mlp import mlp_maker, top1
 from dure.job.optimizer import OptimizerSpec
 from dure.run.process import WorkerProcess
 from dure.run.setup import Setup
-from dure.run.workers import build_worker
+from dure.run.workers import build_worker, free_initial_values
 from dure.runtime.process.group import ProcessGroup
 from dure.runtime.process.node import ProcessNode
 from dure.runtime.wire import Credentials, Identity
@@ -87,8 +87,8 @@ class Dure:
         life = Unheard(setup, node)
         life.worker = self.worker = build_worker(setup, node, rank, node.meter)
         self.worker.on_step = life.on_step
-        if setup.stages is not None and setup.keeps_shards:
-            setup.stages.release(rank % setup.parts)
+        if setup.zero is not None:
+            free_initial_values(setup, self.worker, node.gradient_engine)
         if setup.topology.needs_everybody and node.gradient_engine is not None:
             node.gradient_engine.read_in_place(self.worker.params)
         self.worker.boundary.suspend = lambda worker: worker.clock >= self.until

@@ -42,7 +42,7 @@ from dure.run.memory import check_process_memory
 from dure.run.outcome import figures_of
 from dure.run.servers import build_server
 from dure.run.snapshots import DRIVER_ADDRESS, Snapshots
-from dure.run.workers import build_worker, restore_worker, state_of_worker, work_through
+from dure.run.workers import build_worker, free_initial_values, restore_worker, state_of_worker, work_through
 from dure.runtime.launch.engine_store import connected, lead_engine, one_family, without_watchdog
 from dure.runtime.launch.preemption import RANK, watching
 from dure.runtime.memory import memory_limit
@@ -330,7 +330,7 @@ class WorkerProcess(RunProcess):
             worker.sessions.rows.client.copies = self.snapshots.is_due
         resumed = self._restore(parts)
         if setup.zero is not None:
-            self._free_initial_values()
+            free_initial_values(setup, worker, engine)
         if setup.topology.needs_everybody and engine is not None:
             engine.read_in_place(worker.params)  # no server replaces them
         self.snapshots.resume(worker.clock)
@@ -342,16 +342,6 @@ class WorkerProcess(RunProcess):
         self.next_checkpoint = go.fields["checkpoint"]
         await self._work()
         await self._finish()
-
-    def _free_initial_values(self) -> None:
-        """Free the memory of the initial model, of which this worker has taken its own part."""
-        setup, worker, engine = self.setup, self.worker, self.node.gradient_engine
-        if setup.stages is not None and setup.keeps_shards:
-            setup.stages.release(self.node.rank % setup.parts)
-        if engine is not None:
-            setup.model.release()
-            home = engine.replica.params  # the worker and the engine have one memory of the parameters
-            worker.params = home.copy_(worker.params)
 
     def _expect_others(self, names: Sequence[str]) -> None:
         """Let the sessions know how long servers may be away, and which workers have joined so far."""

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from dure.core.node import Group, Node
     from dure.core.shards import ShardedGroup, Shards
     from dure.job.gradient import GradientSource, LocalOptimizer
+    from dure.job.gradient_engine import GradientEngine
     from dure.run.checkpoint import Parts
     from dure.run.setup import Setup
     from dure.sync.base import Sync
@@ -99,6 +100,18 @@ def _shard(worker: WorkerState, setup: Setup, group: Group, shards: Shards) -> N
     if not session.whole:
         timed = setup.config.timing_only
         worker.params = worker.params.new_empty(shards.numels[place]) if timed else gather(worker.params, session.own)
+
+
+def free_initial_values(run: Setup, worker: WorkerState, engine: GradientEngine | None) -> None:
+    """Free the memory of the initial model in the process of a `worker` with a shard, which has taken its own part.
+
+    The worker and the `engine` then have one memory of the parameters.
+    """
+    if run.stages is not None and run.keeps_shards:
+        run.stages.release(worker.number % run.parts)
+    if engine is not None:
+        run.model.release()
+        worker.params = engine.replica.params.copy_(worker.params)
 
 
 def _companions_source(run: Setup, node: Node, number: int, start: int, meter: Meter) -> GradientSource | None:
