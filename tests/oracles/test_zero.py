@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 from support import stage_jobs, zero_jobs
-from support.runs import local, virtual
+from support.runs import local, resolved, virtual
 from support.wording import raising
 from support.zero_jobs import job_text
 
 from dure.errors import UsageError
+from dure.run.prebuilt import Callbacks
+from dure.run.virtual import VirtualRun
 
 STAGES = ("zero:stage=1", "zero:stage=2", "zero:stage=3")
 
@@ -51,6 +53,20 @@ def test_virtual_runs_equal_bsp(workers, partition, optimizer, job):
     assert largest_difference(sharded, plain) < 1e-12
     if workers == 2 and "clip" not in optimizer:
         assert torch.equal(sharded.params, plain.params)
+
+
+@pytest.mark.parametrize("partition", STAGES)
+def test_the_reported_losses_are_those_of_bsp(partition):
+    losses: dict[str, list[float]] = {}
+    for strategy in ("bsp", f"bsp {partition}"):
+        said = losses.setdefault(strategy, [])
+        options: dict[str, Any] = {"workers": 2, "batch_sizes": (2, 6), "steps": 3, "dtype": "float64", "exact": True}
+        setup, cluster = resolved(zero_jobs.mlp(), strategy, on="virtual", eval_every=1000, **options)
+        progress = Callbacks(progress=lambda step, steps, loss, samples, said=said: said.append(loss))
+        VirtualRun(setup, cluster, progress).run()
+    plain, sharded = losses.values()
+    assert len(plain) == 3
+    assert sharded == pytest.approx(plain, rel=1e-12)
 
 
 @pytest.mark.sampled(2)

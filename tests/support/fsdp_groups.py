@@ -405,7 +405,7 @@ def case_evaluation():
 
 
 def case_delivered():
-    """What `close()` delivers after two steps, and after three."""
+    """The model that `close()` delivers after two steps, and after three."""
     return [attached(METHODS["bmuf"], exact, squares, dyadic, mesh_of(), steps=steps)["whole"] for steps in (2, 3)]
 
 

@@ -39,7 +39,7 @@ def torchrun(folder, *cases, ranks=2):
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory, request):
-    """What the cases gave at both ranks; without the long ones in `make test`."""
+    """The results of the cases at both ranks; without the long ones in `make test`."""
     parts = [SHORT] if "not long" in request.config.option.markexpr else [SHORT, LONG, LONG_TOO]
     gave = [{}, {}]
     for part in parts:

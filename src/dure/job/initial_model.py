@@ -76,8 +76,7 @@ class InitialModel:
 
     def release(self) -> None:
         """Free the memory of the initial values, in a process that has taken a copy; shapes stay."""
-        self.replica.drop_gradients()
-        self.replica.move_to(self.replica.params.new_zeros(()).expand(self.replica.numel))
+        self.replica.drop_values()
 
     @cached_property
     def _ghost(self) -> Ghost:

@@ -138,7 +138,7 @@ class Replica:
         """Whether gradients lie in `grads`; after `drop_gradients` each lies where autograd has put it."""
         self._hidden: Sequence[Tensor] = ()
         self.figures: dict[tuple[object, ...], Any] = {}
-        """What has been measured of the module, by the name of the measurement."""
+        """Figures that have been measured of the module, by the name of the measurement."""
         self._note_registered()
 
     def _note_registered(self) -> None:
@@ -197,6 +197,11 @@ class Replica:
             slot.parameter.data = slot.view(values)
         self._slots = tuple(replace(slot, values=slot.parameter.data) for slot in self._slots)
 
+    def drop_values(self) -> None:
+        """Free the memory of parameters and gradients; shapes stay."""
+        self.drop_gradients()
+        self.move_to(self.params.new_zeros(()).expand(self.numel))
+
     def drop_gradients(self) -> None:
         """Free the memory of gradients, where something else computes them, or takes them during backward."""
         self.keeps_gradients = False
@@ -225,9 +230,8 @@ class Replica:
                 place.zero_()
                 continue
             place.copy_(_dense(gradient))
-            if (
-                gradient.device.type != "cpu" and gradient.layout == torch.strided
-            ):  # it may be of another stream than that of this copy
+            if gradient.device.type != "cpu" and gradient.layout == torch.strided:
+                # the gradient may belong to another stream than that of this copy
                 gradient.record_stream(torch.accelerator.current_stream(gradient.device))
         return flat
 

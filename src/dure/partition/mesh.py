@@ -44,7 +44,7 @@ class Mesh:
 
     @property
     def members(self) -> list[Pipeline | SharedLayers | Zero]:
-        """What is joined, in order."""
+        """The partitions that are joined, in order."""
         return [each for each in (self.pipeline, self.shared, self.zero) if each is not None]
 
 

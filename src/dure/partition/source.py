@@ -131,7 +131,7 @@ def _squares_without(gradient: Tensor, again: Sequence[Range], shard: HeldShard 
 
 
 def _outside(ranges: Sequence[Range], start: int, stop: int) -> Iterator[Range]:
-    """What is left of `start` to `stop` without `ranges`, which are in order."""
+    """The rest of `start` to `stop` outside of `ranges`, which are in order."""
     for low, high in ranges:
         if start < min(low, stop):
             yield start, min(low, stop)

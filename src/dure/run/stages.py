@@ -223,17 +223,17 @@ class Stages:
 
     def release(self, part: int) -> None:
         """Free the memory of a part whose worker has taken its shard; shapes stay."""
-        own = self.modules[part].replica
-        own.move_to(own.params.new_zeros(()).expand(own.numel))
+        self.modules[part].replica.drop_values()
 
     def keep(self, part: int) -> None:
         """Free the memory of all parameters but those of one part, in the process of its worker; shapes stay."""
         self.prepare()
         own = self.modules[part].replica
         for replica in (self.whole.replica, *(module.replica for module in self.modules)):
-            replica.drop_gradients()
-            if replica is not own:
-                replica.move_to(replica.params.new_zeros(()).expand(replica.numel))
+            if replica is own:
+                replica.drop_gradients()
+            else:
+                replica.drop_values()
 
     def _sizes(self) -> set[int]:
         """The sizes of micro-batches."""

@@ -1,9 +1,9 @@
 """Reduce-scatter and all-gather between processes, of parts of unequal sizes.
 
 A reduce-scatter is an all-to-all with a sum in rank order, as in virtual time, and an all-gather a broadcast of each
-part. Gloo's own reduce-scatter sends as many bytes as an all-reduce, and its all-gather copies each part (two
-processes, 12 M parameters: 53 and 51 ms; here 17 and 16 ms). Its messages between two ranks have no work that can be
-asked whether it has ended. On a device, parts of one size are gathered by the all-gather of its backend, as of NCCL.
+part. Gloo's own reduce-scatter sends as many bytes as an all-reduce, and its all-gather copies each part. Gloo's works
+of messages between two ranks cannot be asked whether they have ended. On a device, the all-gather of its backend, such
+as NCCL, gathers parts of one size.
 """
 
 from __future__ import annotations
