@@ -3,8 +3,9 @@
 # make all    everything that must hold, whole products of tests included
 # make soak   tests that take hours together
 # make accelerator   build the device of tests/accelerator, where there is a C++ compiler
-# make test-gpu   the checks of docs/gpu.md that need a GPU and measure no speed
-# make bench  dure beside its peers; the table of docs/benchmarks.md
+# make test-gpu   the checks of docs/how-to/gpu.md that need a GPU and measure no speed
+# make docs   the documentation, into build/docs; warnings are errors
+# make bench  dure beside its peers; the table of docs/research/benchmarks.md
 # make bench-model  plans, networks, time to accuracy and returns against real runs, in hours
 # make quick  a part of it for every day, in under two minutes
 PYTHON ?= python3
@@ -15,7 +16,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 PROCESSES ?= $(shell test "$$(env -u OMP_NUM_THREADS nproc 2>/dev/null || echo 1)" -gt 1 && echo 2 || echo 0)
 
-.PHONY: setup test beside-lint all soak quick lint format demo bench bench-model accelerator test-gpu clean
+.PHONY: setup test beside-lint all soak quick lint format docs demo bench bench-model accelerator test-gpu clean
 
 setup: $(STAMP)
 
@@ -45,7 +46,7 @@ beside-lint: setup
 	$(SHARED) -m "not alone and not soak and not long"
 
 # the extras that `make setup` leaves out and tests need: 370 MB
-all: lint
+all: lint docs
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray,integrations,wandb,mlflow]' 'ray[train]'
 	$(SHARED) -m "not alone and not soak"
 	$(BIN)/pytest -m "alone and not soak" $(ALONE)
@@ -67,6 +68,11 @@ QUICK := tests/test_tree.py tests/run/test_strategy.py tests/job/test_optimizer.
   tests/oracles/test_equivalences.py tests/oracles/test_topologies.py tests/runtime/launch tests/test_docs.py
 quick: lint
 	$(SHARED) -m "not alone and not soak and not long" -k "not golden_output" $(QUICK)
+
+docs: setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	$(BIN)/sphinx-build -q -W --keep-going -b html docs build/docs
+	$(BIN)/python docs/check_links.py build/docs
 
 # the stub of the package, then every file
 format: setup

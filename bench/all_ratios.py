@@ -1,11 +1,11 @@
-"""All scripts that hold dure beside a peer, one after another, and the table of docs/benchmarks.md.
+"""All scripts that hold dure beside a peer, one after another, and the table of docs/research/benchmarks.md.
 
     python bench/all_ratios.py [--only SCRIPT ...] [--before CHECKOUT] [--smoke]
     python bench/all_ratios.py --model        the other scripts: plans, networks, time to accuracy, returns
 
 Each script runs in a process of its own and ends with a line of JSON. Its rows of `ratios` (bench/_script.py) go to
 `runs/bench/ratios.json`, with the machine, the commit and the date, and into the table between two marks of
-docs/benchmarks.md. A row of the table that this run has not measured stays as it is. With `--smoke` the sizes are
+docs/research/benchmarks.md. A row of the table that this run has not measured stays as it is. With `--smoke` the sizes are
 small, nothing is written to docs/, and the rows go to `runs/bench/smoke.json`. `--before` adds `against_commit.py`.
 
 A script that fails does not stop the others. Exit status 1 if one has failed.
@@ -25,7 +25,7 @@ from typing import Any
 
 from _script import PATH, ROOT
 
-PAGE = ROOT / "docs" / "benchmarks.md"
+PAGE = ROOT / "docs" / "research" / "benchmarks.md"
 BEGIN, END = "<!-- ratios: begin -->", "<!-- ratios: end -->"
 COLUMNS = ("script", "what", "compared with", "ratio", "95 % interval", "pairs", "machine", "commit", "date")
 

@@ -1,6 +1,6 @@
 """How fast the models of AD-PSGD come together on a graph, against what the graph's spectral gap says.
 
-    python bench/gossip_decay.py [--workers 16] [--seeds 20] [--json FILE] [--figure docs/topologies/gossip.svg]
+    python bench/gossip_decay.py [--workers 16] [--seeds 20] [--json FILE] [--figure docs/images/gossip.svg]
 
 Without gradients to speak of (rate 0), in virtual time, with steps that last exponentially long, so that who comes next
 is drawn at random. The models start in the graph's slowest direction, where theory is sharp: per averaging of two, the

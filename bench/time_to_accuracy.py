@@ -3,7 +3,7 @@
     python bench/time_to_accuracy.py [--only NAME ...] [--clusters NAME ...] [--seeds 1] [--real] [--job mnist-mlp]
         [--json FILE]
 
-Every run is the real training; its seconds are modelled (`docs/virtual-time.md`). A row of `METHODS` is what the page
+Every run is the real training; its seconds are modelled (`docs/explanations/virtual-time.md`). A row of `METHODS` is what the page
 of the method recommends for this job: where it takes the mean of 16 gradients or models, that includes a larger rate. A
 step takes a worker 10 ms, in the mean. The clusters:
 

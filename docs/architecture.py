@@ -10,7 +10,7 @@ from pathlib import Path
 from xml.sax.saxutils import escape
 
 ROOT = Path(__file__).parents[1]
-PICTURE = ROOT / "docs" / "architecture.svg"
+PICTURE = ROOT / "docs" / "images" / "architecture.svg"
 WIDTH, HEIGHT, GAP, MARGIN = 820, 44, 14, 16
 MEANINGS = {
     "cli": "the command: options, tables",

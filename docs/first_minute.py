@@ -19,7 +19,7 @@ from dure.report.comparison import Entry, entries
 from dure.report.labels import bytes_text, ratio_text, seconds_text
 
 ROOT = Path(__file__).parents[1]
-PICTURE = ROOT / "docs" / "first-minute.svg"
+PICTURE = ROOT / "docs" / "images" / "first-minute.svg"
 TARGET = Target(0.95)
 WIDTH, HEAD = 720, 74
 FONT = 'font-family="system-ui, -apple-system, Segoe UI, Roboto, Arial, sans-serif" fill="#1f2933"'

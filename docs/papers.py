@@ -1,4 +1,4 @@
-"""Writes `papers.md`, from the rows of `studies/src/dure_studies/papers.toml`: python docs/papers.py."""
+"""Writes `research/papers.md`, from the rows of `studies/src/dure_studies/papers.toml`: python docs/papers.py."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ rows. `dure reproduce --all` runs the commands of all rows, two at a time, and w
 drawings (`papers.html`); `dure reproduce --all --quick` runs them in reduced forms, to show that they work.
 
 Each row is a section, figure, table or claim of a paper, with the paper's statement, the command that shows it, and the
-result here. Seconds to an accuracy, and those of virtual workers, are in [virtual time](virtual-time.md). "Missing"
+result here. Seconds to an accuracy, and those of virtual workers, are in [virtual time](../explanations/virtual-time.md). "Missing"
 names the feature that a row still needs.
 """
 
@@ -48,4 +48,4 @@ def _line(cells: Iterable[str]) -> str:
 
 
 if __name__ == "__main__":
-    (HERE / "papers.md").write_text(page(), encoding="utf-8")
+    (HERE / "research" / "papers.md").write_text(page(), encoding="utf-8")

@@ -77,13 +77,13 @@ def test_a_smoke_ends_with_the_promised_figures(script, every, tmp_path):
 @pytest.mark.long
 @pytest.mark.timeout(SECONDS + 20)
 def test_all_ratios_in_smoke_form_writes_rows_and_no_docs(tmp_path):
-    page = (ROOT / "docs" / "benchmarks.md").read_bytes()
+    page = (ROOT / "docs" / "research" / "benchmarks.md").read_bytes()
     command = [sys.executable, str(BENCH / "all_ratios.py"), "--smoke", "--only", "batched_gradients", "pipeline_plan"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     rows = json.loads((ROOT / "runs" / "bench" / "smoke.json").read_text())
     assert {row["script"] for row in rows} == {"batched_gradients"}
-    assert (ROOT / "docs" / "benchmarks.md").read_bytes() == page
+    assert (ROOT / "docs" / "research" / "benchmarks.md").read_bytes() == page
 
 
 def imported(path):
@@ -141,7 +141,7 @@ def test_a_page_without_marks_is_refused(every, tmp_path):
 
 
 def test_the_table_of_the_page_is_one_that_the_command_writes(every):
-    table = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8").partition(every.BEGIN)[2]
+    table = (ROOT / "docs" / "research" / "benchmarks.md").read_text(encoding="utf-8").partition(every.BEGIN)[2]
     table = table.partition(every.END)[0].strip()
     assert every.merged(table, []) == table
     assert table.count("\n| `") >= 10

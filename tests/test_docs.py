@@ -116,7 +116,7 @@ METHODS = {**one_catalogue("sync"), **one_catalogue(REMEDY)}
 
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_has_a_page_that_cites_its_paper(name):
-    page = (ROOT / "docs" / "methods" / f"{name}.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "choosing" / "methods" / f"{name}.md").read_text(encoding="utf-8")
     author = paper(load(METHODS[name])).split()[0].rstrip(",")
     assert author in page
     for part in ("## When to use it", "## When not", "## One slow worker", "## Bytes"):
@@ -138,8 +138,8 @@ def measured():
 
 @pytest.mark.parametrize("name", METHODS)
 def test_the_command_on_a_page_is_one_that_was_measured(name, measured):
-    page = (ROOT / "docs" / "methods" / f"{name}.md").read_text(encoding="utf-8")
-    command = re.search(r"^    dure train mnist-mlp (.*one_slow_of_16.*)$", page, flags=re.MULTILINE)
+    page = (ROOT / "docs" / "choosing" / "methods" / f"{name}.md").read_text(encoding="utf-8")
+    command = re.search(r"^dure train mnist-mlp (.*one_slow_of_16.*)$", page, flags=re.MULTILINE)
     parser = argparse.ArgumentParser()
     for option, kind in (("--sync", str), ("--on", str), ("--steps", int), ("--lr", float)):
         parser.add_argument(option, type=kind)
@@ -147,13 +147,12 @@ def test_the_command_on_a_page_is_one_that_was_measured(name, measured):
     assert (given.sync, given.steps, given.lr) in measured
 
 
-@pytest.mark.parametrize("name", ["reference", "papers"])
-def test_a_written_page_is_what_its_script_writes(name):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
+def test_the_page_of_papers_is_what_its_script_writes():
+    spec = importlib.util.spec_from_file_location("papers", ROOT / "docs" / "papers.py")
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
-    again = f"its source says something else by now: run python docs/{name}.py"
-    assert (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") == script.page(), again
+    again = "its source says something else by now: run python docs/papers.py"
+    assert (ROOT / "docs" / "research" / "papers.md").read_text(encoding="utf-8") == script.page(), again
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
@@ -191,7 +190,7 @@ def test_the_lab_of_the_readme_has_a_slower_machine(tmp_path):
 @pytest.mark.long
 def test_the_table_of_the_readme_is_that_of_its_command():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert "    dure compare digits-mlp --on examples/lab.yaml --steps 300\n" in text
+    assert "dure compare digits-mlp --on examples/lab.yaml --steps 300\n" in text
     spec = importlib.util.spec_from_file_location("first_minute", ROOT / "docs" / "first_minute.py")
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
@@ -206,7 +205,7 @@ def test_the_table_of_the_readme_is_that_of_its_command():
 
 def test_the_errors_of_predictions_in_the_readme_are_those_of_the_benchmark():
     """The README states the median, the share within the 90th percentile, and the worst of all tables."""
-    page = (ROOT / "docs" / "virtual-time.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "explanations" / "virtual-time.md").read_text(encoding="utf-8")
     tables = page.partition("**The benchmark**")[2].partition("### On one machine")[0]
     errors = sorted(map(float, re.findall(r"\| ([+-][\d.]+)% \|$", tables, flags=re.MULTILINE)), key=abs)
     text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
@@ -217,7 +216,7 @@ def test_the_errors_of_predictions_in_the_readme_are_those_of_the_benchmark():
 
 
 def test_the_guide_tells_every_field_of_a_job():
-    text = (ROOT / "docs" / "guide.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "how-to" / "guide.md").read_text(encoding="utf-8")
     table = text.partition("### Fields of a job")[2].partition("###")[0]
     rows = [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in table.splitlines() if line[:3] == "| `"]
     fields = dataclasses.fields(Job)
@@ -232,7 +231,7 @@ def test_the_guide_tells_every_field_of_a_job():
 
 
 def test_the_guide_lists_every_job_and_its_parameters():
-    text = (ROOT / "docs" / "guide.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "how-to" / "guide.md").read_text(encoding="utf-8")
     table = text.partition("## Built-in jobs")[2].partition("##")[0]
     rows = {
         cells[1].strip(" `"): cells[4] for line in table.splitlines() if (cells := line.split("|"))[1:] and "`" in line
@@ -250,13 +249,13 @@ def test_the_guide_lists_every_job_and_its_parameters():
 
 
 def test_the_guide_names_every_published_model():
-    text = (ROOT / "docs" / "guide.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "how-to" / "guide.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (`.*`) \|", text.partition("### Published models")[2].partition("\n#")[0], re.MULTILINE)
     assert [name for row in rows for name in re.findall(r"`([^`]+)`", row)] == [*SHAPES]
 
 
 def test_the_page_on_reinforcement_learning_tells_every_setting():
-    text = (ROOT / "docs" / "reinforcement.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "how-to" / "reinforcement.md").read_text(encoding="utf-8")
     flags = {name.replace("-", "_") for name in re.findall(r"--([a-z-]+)", text)}
     told = {*re.findall(r"`(\w+)(?:=[^`]*)?`", text.partition("## Settings")[2].partition("##")[0]), *flags}
     for name, place in BUILT_IN.items():
@@ -267,7 +266,7 @@ def test_the_page_on_reinforcement_learning_tells_every_setting():
 
 
 def test_dependencies_have_their_reasons():
-    page = (ROOT / "docs" / "dependencies.md").read_text(encoding="utf-8").lower()
+    page = (ROOT / "docs" / "about" / "dependencies.md").read_text(encoding="utf-8").lower()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
     for requirement in itertools.chain(project["dependencies"], *extras.values()):

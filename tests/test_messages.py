@@ -67,7 +67,7 @@ def strings(path):
 def pages():
     """Text by file: messages of the package, and the pages and docstrings that are about a user's own loop."""
     found = {path: "\n".join(strings(path)) for path in sorted([*SOURCE.rglob("*.py"), *STUDIES.rglob("*.py")])}
-    about = (ROOT / "README.md", ROOT / "docs" / "attach.md", ROOT / "docs" / "from-ddp.md")
+    about = (ROOT / "README.md", ROOT / "docs" / "how-to" / "own-loop.md", ROOT / "docs" / "how-to" / "from-ddp.md")
     return found | {path: path.read_text(encoding="utf-8") for path in about}
 
 

@@ -35,7 +35,7 @@ PLACES = {
 }
 """The files that have the version, and the places in each."""
 
-FIRST_LINES = ("README.md", "docs/guide.md")
+FIRST_LINES = ("README.md", "docs/how-to/guide.md")
 CHECKOUT, PUBLISHED = 'pip install ".[all]" ./jobs ./studies', 'pip install "dure[all]"'
 """The line that installs dure, before and after it is on a package index."""
 

@@ -11,7 +11,7 @@ import pytest
 from dure.cli.drawing import draw
 from dure.cli.main import main
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[2] / "docs" / "images"
 
 
 def told(capfd, *arguments):

@@ -17,7 +17,7 @@ def is_number(name: str) -> bool:
     return re.search(r"Annotated\[(int|float),", str(TrainConfig.types()[name])) is not None
 
 
-GUIDE = (Path(__file__).parents[2] / "docs" / "guide.md").read_text(encoding="utf-8")
+GUIDE = (Path(__file__).parents[2] / "docs" / "how-to" / "guide.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("kind", COMMANDS.values(), ids=COMMANDS)

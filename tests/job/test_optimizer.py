@@ -14,7 +14,7 @@ from dure.core.state import State
 from dure.errors import StrategyError
 from dure.job.optimizer import BLOCK, TORCH_FORMS, FlatOptimizer, GroupRange, OptimizerSpec, RangesOptimizer, restrict
 
-PAGE = Path(__file__).parents[2] / "docs" / "decisions" / "0007-rules-on-flat-vectors.md"
+PAGE = Path(__file__).parents[2] / "docs" / "explanations" / "decisions" / "0007-rules-on-flat-vectors.md"
 
 SPECS = {
     "sgd": OptimizerSpec("sgd", lr=0.05),

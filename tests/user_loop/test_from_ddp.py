@@ -1,4 +1,4 @@
-"""The diffs of docs/from-ddp.md, applied to scripts with DistributedDataParallel, at two ranks of torchrun."""
+"""The diffs of docs/how-to/from-ddp.md, applied to scripts with DistributedDataParallel, at two ranks of torchrun."""
 
 import os
 import re
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "from-ddp.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "how-to" / "from-ddp.md").read_text(encoding="utf-8")
 
 BEGIN = """
 import torch, torch.distributed as dist

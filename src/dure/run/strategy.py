@@ -388,7 +388,7 @@ def _own_member(name: str, file: str, member: str) -> tuple[str, str]:
         )
     lacks = [part for base, part in OVERRIDDEN if issubclass(kind, base) and getattr(kind, part) is getattr(base, part)]
     if lacks and not issubclass(kind, Programmed):
-        raise StrategyError(f"{name} has no `{lacks[0]}`: define it, as in docs/add-a-member.md.")
+        raise StrategyError(f"{name} has no `{lacks[0]}`: define it, as in docs/how-to/add-a-member.md.")
     if not is_dataclass(kind):
         raise StrategyError(f"{name} is no dataclass: write @dataclass(frozen=True) above the class.")
     return axis, f"{user_code.module_of(file)}:{member}"

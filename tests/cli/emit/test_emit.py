@@ -462,7 +462,7 @@ def test_what_cannot_be_started_is_refused(arguments, sentence, tmp_path, capsys
         raise UsageError(errors)
 
 
-PAGE = (SOURCE.parent / "docs" / "launch.md").read_text(encoding="utf-8")
+PAGE = (SOURCE.parent / "docs" / "how-to" / "launch.md").read_text(encoding="utf-8")
 SHOWN = re.findall(r"```console\n\$ dure (.*?)\n(.*?)```", PAGE, flags=re.DOTALL)
 
 

@@ -345,7 +345,7 @@ def test_the_example_in_the_docstring_is_a_cluster(tmp_path: Path) -> None:
     assert len(cluster.events) == 4
 
 
-PAGE = Path(__file__).parents[3] / "docs" / "virtual-time.md"
+PAGE = Path(__file__).parents[3] / "docs" / "explanations" / "virtual-time.md"
 
 
 def test_the_page_s_example_is_a_cluster(tmp_path: Path) -> None:

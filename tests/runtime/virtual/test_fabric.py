@@ -110,7 +110,7 @@ def test_a_cluster_states_its_racks_and_sites() -> None:
     assert "not measured" not in Cluster().basis()
 
 
-PAGE = Path(__file__).parents[3] / "docs" / "virtual-time.md"
+PAGE = Path(__file__).parents[3] / "docs" / "explanations" / "virtual-time.md"
 
 
 def test_the_docstring_and_the_page_have_one_cluster(tmp_path: Path) -> None:

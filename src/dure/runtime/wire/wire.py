@@ -8,7 +8,7 @@
     while waiting:
         wire.poll(1.0)
 
-`docs/decisions/0002-bulk-over-tcp.md` has the throughput, and the reasons against Gloo.
+`docs/explanations/decisions/0002-bulk-over-tcp.md` has the throughput, and the reasons against Gloo.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@
     torus              rings in hosts and across      rings across and in     `Torus`
     all-to-all         all vectors to all ranks       all to all              `AllToAll`
 
-Their costs: `docs/topologies/collective.md`.
+Their costs: `docs/choosing/topologies/collective.md`.
 """
 
 from __future__ import annotations
