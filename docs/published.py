@@ -1,4 +1,4 @@
-"""Writes the tables of `published` in `research/reproduce.md`: dure reproduce published --json | python docs/published.py."""
+"""Writes the tables of `published`: dure reproduce published --json | python docs/published.py."""
 
 from __future__ import annotations
 

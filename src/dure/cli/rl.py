@@ -93,7 +93,7 @@ class RlOptions(RunOptions, JobParameters, Experience):
     network: str | None = None
     """FILE.py:FUNCTION that returns the network; that of the algorithm if left out."""
     set: Repeated[tuple[str, ...]] = ()
-    """Any other setting of the job, KEY=VALUE, as in min_size=500; docs/how-to/reinforcement.md lists them. Repeat it."""
+    """Any other setting of the job, KEY=VALUE, as in min_size=500 (docs/how-to/reinforcement.md). Repeat it."""
     seconds: Seconds | None = None
     """Seconds, virtual or real as the run is."""
     steps: Count | None = None

@@ -23,7 +23,8 @@ and Ape-X. `torch.optim.RMSprop` adds it outside: for gradients below sqrt(eps),
 Every rule is element-wise: the result for a slice equals, bit for bit (float32 and float64), that slice of the result
 for the whole vector. So results do not depend on how a model is cut into shards.
 
-`docs/explanations/decisions/0007-rules-on-flat-vectors.md` compares the rules with the functional forms of `torch.optim`.
+`docs/explanations/decisions/0007-rules-on-flat-vectors.md` compares the rules with the functional forms of
+`torch.optim`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Sections, figures, tables and claims of papers: for each the command that shows it, the paper's value and ours.
 
-`papers.toml` has the rows and says what each field is. `python docs/papers.py` writes `docs/research/papers.md` from them.
+`papers.toml` has the rows and says what each field is. `python docs/papers.py` writes `docs/research/papers.md` from
+them.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def table(result: dict[str, Any]) -> Table:
         ("result", lambda row: row["result"] or f"not built: {row['missing']}"),
     ]
     caption = (
-        "minutes on two virtual cores, where measured. The page docs/research/papers.md of the source distribution has the "
-        "papers' values and the differences."
+        "minutes on two virtual cores, where measured. The page docs/research/papers.md of the source distribution has "
+        "the papers' values and the differences."
     )
     return table_of(result["rows"], columns, caption, texts=("paper", "part", "command", "result"), fold=True)

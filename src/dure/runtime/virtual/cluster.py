@@ -12,7 +12,7 @@
     - {at: 45 s, kind: pause, worker: 1, for: 5 s}
     - {at: 50 s, kind: slow, worker: 2, factor: 5, for: 20 s}
 
-The same keys make a `Cluster` in Python. Every key has a default (docs/explanations/virtual-time.md lists them). Parameter servers
+The same keys make a `Cluster` in Python. Every key has a default (docs/reference/cluster-file.md). Parameter servers
 have machines of their own, numbered after those of the workers, unless the topology places them beside workers. A
 machine can have several workers, which share its network card and its cores. Workers are numbered machine by machine:
 

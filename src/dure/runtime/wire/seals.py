@@ -20,7 +20,8 @@ Seals are checksums and authentication codes that show that a frame is unchanged
 A tag is BLAKE2b in its keyed mode (RFC 7693) with a digest of 16 bytes, under a key of the connection. 16 bytes are
 enough: an attacker has one guess in 2^128 per connection, since the first wrong tag ends it, and cannot search for
 collisions without the key. The payload's digest is SHA-256 (a hash that is then authenticated), or xxh3-64 where the
-payload cannot be changed on its way (`KeyedSeals.trust`). `docs/explanations/decisions/0005-sealed-frames.md` has the figures.
+payload cannot be changed on its way (`KeyedSeals.trust`). `docs/explanations/decisions/0005-sealed-frames.md` has the
+figures.
 
 Plain seals are used until both sides have proved that they have the key; frames have no payload before.
 """
