@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("[0-9][0-9]_*.py"))
 HALF_A_MINUTE = ("05_trainer_hook", "06_pipeline", "07_bert_pipeline")
 """Examples that `make soak` runs: other tests train pipelines, and with hooks."""
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "README.ko.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def blocks(path):
@@ -202,6 +202,22 @@ def test_the_table_of_the_readme_is_that_of_its_command():
         assert f"{entry.label}: " in drawn
     names = re.compile(r">([^<>]+: [\d.]+ m?s)<")
     assert names.findall(drawn) == names.findall(script.PICTURE.read_text(encoding="utf-8"))
+
+
+def test_the_korean_readme_has_the_figures_links_and_commands_of_the_english():
+    fence, comment = re.compile(r"^```\w+\n.*?^```", re.MULTILINE | re.DOTALL), re.compile(r"#.*")
+    english, korean = (
+        text.replace("README.ko.md", "README.md").replace("–", " ")
+        for text in ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "README.ko.md"))
+    )
+    code = [[comment.sub("", block).split() for block in fence.findall(text)] for text in (english, korean)]
+    assert code[0] == code[1]
+    for form in (r"\d+\.\d+|\d\d+", r"`[^`]+`"):
+        found = [sorted(set(re.findall(form, fence.sub("", text)))) for text in (english, korean)]
+        assert found[0] == found[1]
+    links = [set(re.findall(r"\]\(([^)]+)\)", text)) for text in (english, korean)]
+    assert links[1] - links[0] == {"docs/start/ko.md", "docs/glossary.md"}
+    assert links[0] - links[1] == set()
 
 
 def test_the_errors_of_predictions_in_the_readme_are_those_of_the_benchmark():

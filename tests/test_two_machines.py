@@ -16,12 +16,6 @@ HOSTS = ("on the first", "on the second")
 SECONDS = 240.0
 
 
-def kept(folders, block):
-    """Write a file of the page on both hosts."""
-    for folder in folders:
-        (folder / block.caption).write_text(block.text, encoding="utf-8")
-
-
 def started(block, name, folder, address):
     text = "\n".join(lines(block.text.replace(FIRST_ADDRESS, address)))
     command = ["ip", "netns", "exec", name, "bash", "-euo", "pipefail", "-c", text]
@@ -55,11 +49,13 @@ def test_the_commands_of_the_page_run_on_two_hosts(tmp_path):
     with namespaces.hosts(2, bandwidth=25e6) as hosts:
         for block in page:
             if block.caption == "train.py":
-                kept(folders, block)
+                (folders[0] / block.caption).write_text(block.text, encoding="utf-8")
             elif block.caption == f"Output {HOSTS[0]}":
                 check_output(block.text, printed)
-            elif block.is_shell and "second machine" in block.caption and block.text.startswith("scp"):
-                for file in block.text.split()[2:-1]:
+            elif block.caption == "Needs a second machine":
+                copy, option, *files, _ = block.text.split()
+                assert (copy, option) == ("scp", "-p")
+                for file in files:
                     subprocess.run(["cp", "-p", folders[0] / file, folders[1]], check=True)
             elif block.caption.endswith(HOSTS[0]) and "--node-rank 0" in block.text:
                 other = next(page)
