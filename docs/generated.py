@@ -1,7 +1,8 @@
 """Parts of the documentation that are made from the code: docstrings, members, commands.
 
 Directives: `{members} AXIS` documents all members of an axis, `{command} NAME` the options of a command,
-`{cluster-keys} KEY` the keys within a key of a cluster file, and `{codec-costs}` the costs of codecs in virtual time.
+`{shared-options} CLASS` those that several commands have, `{cluster-keys} KEY` the keys within a key of a cluster file,
+and `{codec-costs}` the costs of codecs in virtual time.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from sphinx.application import Sphinx
 from sphinx.pycode import ModuleAnalyzer
 from sphinx.util.docutils import SphinxDirective
 
-from dure.cli.commands import COMMANDS
+from dure.cli.commands import COMMANDS, Layered, Printed
 from dure.cli.methods import members, values
 from dure.codec import CATALOGUE, WRAPPERS
 from dure.codec.cost import cost_of
 from dure.core import units
 from dure.core.catalogue import combines, load
 from dure.core.validated import Validated
-from dure.run.config import Checked, FlagName, OptionUse
+from dure.run.config import Checked, FlagName, Options, OptionUse, RunOptions, TrainingOptions
 from dure.run.strategy import catalogue
 from dure.runtime.virtual.cluster import Cluster
 
@@ -39,6 +40,8 @@ def restructured(lines: list[str]) -> list[str]:
     for block in re.split(r"\n\s*\n", "\n".join(lines).strip("\n")):
         if block.startswith((" ", ">>>")):
             found += ["::", "", textwrap.indent(block, "    ").replace("\t", "    "), ""]
+        elif block.startswith("|"):
+            found += [*_list_table(block), ""]
         elif re.match(r"(Raises|Returns|Yields|Args|Examples?):", block):
             head, _, rest = block.partition("\n")
             found += [f"**{head}**", "", *_items(textwrap.dedent(rest)), ""]
@@ -49,10 +52,22 @@ def restructured(lines: list[str]) -> list[str]:
     return "\n".join(found).split("\n")
 
 
+def _list_table(block: str) -> Iterator[str]:
+    """A table whose cells are separated by `|`, and whose second line is a rule."""
+    head, _, *rest = (
+        [_inline(cell.strip()) for cell in line.strip().removeprefix("|").removesuffix("|").split(" | ")]
+        for line in block.splitlines()
+    )
+    yield from (".. list-table::", "   :header-rows: 1", "")
+    for row in (head, *rest):
+        yield from (f"   {'* -' if index == 0 else '  -'} {cell}" for index, cell in enumerate(row))
+
+
 def _items(text: str) -> Iterator[str]:
     """Each item of a list such as that of errors, whose further lines are indented."""
     for item in re.split(r"\n(?=\S)", text):
-        yield "- " + " ".join(_inline(line.strip()) for line in item.split("\n"))
+        text = " ".join(_inline(line.strip()) for line in item.split("\n"))
+        yield "- " + re.sub(r"^(\w+):", r":py:exc:`~dure.errors.\1`:", text)
 
 
 def _inline(text: str) -> str:
@@ -100,27 +115,49 @@ def member(row: dict[str, Any], depth: str = "##") -> str:
     return "\n\n".join(parts)
 
 
+SHARED = (RunOptions, TrainingOptions, Options, Layered, Printed)
+"""Classes of options that several commands have."""
+
+
 def command(name: str) -> str:
-    """The effect, an example and the options of a command."""
+    """The effect, an example and the options of a command; of the options that commands share, the names."""
     kind = COMMANDS[name]
     about = " ".join((kind.__doc__ or "").split())
     parts = [_plain(about), f"```shell\n{kind.example}\n```"]
-    layered = kind.layers.types() if hasattr(kind, "layers") else {}
-    rows = [option(kind, each.name, each.default, layered) for each in fields(kind)]  # type: ignore[arg-type]
-    return "\n\n".join([*parts, table(("option", "values", "default", "meaning"), rows)])
+    given = fields(kind)  # type: ignore[arg-type]
+    own = [each for each in given if owner(kind, each.name) not in SHARED]
+    if own:
+        parts.append(options(kind, own))
+    shared = [f"`{flag(kind, each.name)}`" for each in given if each not in own]
+    parts.append(f"Also, {'as explained below' if len(shared) > 1 else 'as every command'}: {', '.join(shared)}.")
+    return "\n\n".join(parts)
 
 
-def option(kind: type[Checked], name: str, default: Any, layered: Iterable[str]) -> list[str]:
-    """The row of an option: its flag, values, default and meaning."""
-    hint = kind.types()[name]
-    uses = getattr(hint, "__metadata__", ())
-    owner = next(base for base in kind.__mro__ if name in vars(base).get("__annotations__", {}))
-    docs = ModuleAnalyzer.for_module(owner.__module__).find_attr_docs()
-    flag = next((use.name for use in uses if isinstance(use, FlagName)), name).replace("_", "-")
-    shown = f"`{name.upper()}`" if OptionUse.POSITIONAL in uses else f"`--{flag}`"
+def options(kind: type[Checked], of: Iterable[Any]) -> str:
+    """The table of the options `of` the class `kind`."""
+    rows = ([f"`{flag(kind, each.name)}`", *option(kind, each.name, each.default)] for each in of)
+    return table(("option", "values", "default", "meaning"), rows)
+
+
+def owner(kind: type[Checked], name: str) -> type:
+    """The class that declares an option."""
+    return next(base for base in kind.__mro__ if name in vars(base).get("__annotations__", {}))
+
+
+def flag(kind: type[Checked], name: str) -> str:
+    """The word of the command line for an option."""
+    uses = getattr(kind.types()[name], "__metadata__", ())
+    word = next((use.name for use in uses if isinstance(use, FlagName)), name).replace("_", "-")
+    return name.upper() if OptionUse.POSITIONAL in uses else f"--{word}"
+
+
+def option(kind: type[Checked], name: str, default: Any) -> list[str]:
+    """The values, the default and the meaning of an option."""
+    of = owner(kind, name)
+    docs = ModuleAnalyzer.for_module(of.__module__).find_attr_docs()
     absent = default is MISSING or default is None or default in ((), "", False)
-    meaning = " ".join(" ".join(docs[owner.__qualname__, name]).split())
-    return [shown, _values(hint), "" if absent else f"`{default}`", _plain(meaning)]
+    meaning = re.sub(r"(?<![\w`-])(--[a-z-]+)", r"`\1`", " ".join(" ".join(docs[of.__qualname__, name]).split()))
+    return [_values(kind.types()[name]), "" if absent else f"`{default}`", _plain(meaning)]
 
 
 def _values(hint: Any) -> str:
@@ -271,6 +308,18 @@ class Members(SphinxDirective):
         return self.parse_text_to_nodes(text, allow_section_headings=True)
 
 
+class SharedOptions(SphinxDirective):
+    """The options of a class that several commands have."""
+
+    required_arguments = 1
+
+    def run(self) -> list[Any]:
+        """The table."""
+        kind = next(each for each in SHARED if each.__name__ == self.arguments[0])
+        own = [each for each in fields(kind) if owner(kind, each.name) is kind]  # type: ignore[arg-type]
+        return self.parse_text_to_nodes(options(kind, own))
+
+
 class CommandOptions(SphinxDirective):
     """One command and its options."""
 
@@ -304,6 +353,7 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("autodoc-process-docstring", _rewrite)
     app.add_directive("members", Members)
     app.add_directive("command", CommandOptions)
+    app.add_directive("shared-options", SharedOptions)
     app.add_directive("cluster-keys", ClusterKeys)
     app.add_directive("codec-costs", CodecCosts)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

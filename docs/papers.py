@@ -16,8 +16,8 @@ rows. `dure reproduce --all` runs the commands of all rows, two at a time, and w
 drawings (`papers.html`); `dure reproduce --all --quick` runs them in reduced forms, to show that they work.
 
 Each row is a section, figure, table or claim of a paper, with the paper's statement, the command that shows it, and the
-result here. Seconds to an accuracy, and those of virtual workers, are in [virtual time](../explanations/virtual-time.md).
-"Missing" names the feature that a row still needs.
+result here. Seconds to an accuracy, and those of virtual workers, are in
+[virtual time](../explanations/virtual-time.md). "Missing" names the feature that a row still needs.
 """
 
 COLUMNS = ("part", "the paper", "command", "here", "difference", "missing")

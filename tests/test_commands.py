@@ -132,6 +132,19 @@ def test_the_commands_that_take_minutes_run(page, index, folder):
     run(SHELLS[page][index], folder)
 
 
+def refusal(arguments):
+    """The exit status with which the parser refuses `arguments`, and its text."""
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+        try:
+            parse(arguments, {})
+        except DureError:  # a file that an earlier block writes
+            pass
+        except SystemExit as end:
+            return end.code, said.getvalue()
+    return 0, ""
+
+
 @pytest.mark.parametrize("page", SHELLS)
 def test_the_options_of_commands_exist(page, monkeypatch):
     """The commands of blocks that no test runs too."""
@@ -140,14 +153,8 @@ def test_the_options_of_commands_exist(page, monkeypatch):
         words = shlex.split(line, comments=True)
         if "dure" not in words or "|" in words:
             continue
-        said = io.StringIO()
-        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
-            try:
-                parse(_arguments(words), {})
-            except DureError:  # a file that an earlier block writes
-                pass
-            except SystemExit as end:
-                assert not end.code, f"{line}\n{said.getvalue()}"
+        status, said = refusal(_arguments(words))
+        assert not status, f"{line}\n{said}"
 
 
 def _arguments(words):

@@ -19,12 +19,13 @@ from pathlib import Path
 import pytest
 
 import dure
+from dure.cli.commands import COMMANDS
 from dure.core.catalogue import load, paper
 from dure.core.spec_text import value_text
 from dure.job.job import Job
 from dure.job.names import BUILT_IN, SHAPES
 from dure.job.optimizer import OptimizerSpec
-from dure.run.strategy import REMEDY
+from dure.run.strategy import AXES, JOINS, REMEDY
 from dure.run.strategy import catalogue as one_catalogue
 from dure.runtime.virtual.cluster import Cluster
 
@@ -252,6 +253,20 @@ def test_the_guide_names_every_published_model():
     text = (ROOT / "docs" / "how-to" / "guide.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (`.*`) \|", text.partition("### Published models")[2].partition("\n#")[0], re.MULTILINE)
     assert [name for row in rows for name in re.findall(r"`([^`]+)`", row)] == [*SHAPES]
+
+
+def test_every_public_name_has_one_place_in_the_reference():
+    pages = [path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "reference").rglob("*.md")]
+    by_name = re.findall(r"^\.\. auto(?:class|function):: dure\.(\w+)$", "\n".join(pages), re.MULTILINE)
+    axes = re.findall(r"^```\{members\} (.+)$", "\n".join(pages), re.MULTILINE)
+    assert sorted(axes) == sorted([*AXES, *JOINS])
+    of_axes = [place.rpartition(":")[2] for axis in axes for place in one_catalogue(axis).values()]
+    assert sorted([*by_name, *of_axes]) == sorted(set(dure.__all__) - {"DureError"})  # with the other errors
+
+
+def test_every_command_has_its_options_in_the_reference():
+    text = (ROOT / "docs" / "reference" / "commands.md").read_text(encoding="utf-8")
+    assert sorted(re.findall(r"^```\{command\} (\w+)$", text, re.MULTILINE)) == sorted(COMMANDS)
 
 
 def test_the_page_on_reinforcement_learning_tells_every_setting():
