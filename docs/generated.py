@@ -139,8 +139,8 @@ def options(kind: type[Checked], of: Iterable[Any]) -> str:
     return table(("option", "values", "default", "meaning"), rows)
 
 
-def owner(kind: type[Checked], name: str) -> type:
-    """The class that declares an option."""
+def owner(kind: type, name: str) -> type:
+    """The class that declares an option or a key."""
     return next(base for base in kind.__mro__ if name in vars(base).get("__annotations__", {}))
 
 
@@ -200,19 +200,18 @@ def cluster_keys(path: str = "") -> str:
         kinds = next(models(kind.model_fields[step].annotation) for kind in kinds if step in kind.model_fields)
     rows: dict[tuple[str, type], list[str]] = {}
     for kind in kinds:
-        own = kind.model_fields.keys() - kind.__mro__[1].model_fields.keys()  # type: ignore[attr-defined]
+        own = {name for name in kind.model_fields if owner(kind, name) is kind}
         named = sorted(kind.model_fields, key=lambda name: (name in own, name in own and name != "distribution"))
         for name in named:
-            owner = next(base for base in kind.__mro__ if name in vars(base).get("__annotations__", {}))
-            rows[name, owner] = _key(name, kind.model_fields[name], owner)
+            rows[name, owner(kind, name)] = _key(name, kind.model_fields[name], owner(kind, name))
     head = f"key of `{path}`" if path else "key"
     return table((head, "meaning", "values", "default"), rows.values())
 
 
-def _key(name: str, field: FieldInfo, owner: type[Validated]) -> list[str]:
+def _key(name: str, field: FieldInfo, declared: type) -> list[str]:
     """The row of a key. Of a distribution, the key with its value."""
-    docs = ModuleAnalyzer.for_module(owner.__module__).find_attr_docs()
-    meaning = _plain(" ".join(" ".join(docs[owner.__qualname__, name]).split()))
+    docs = ModuleAnalyzer.for_module(declared.__module__).find_attr_docs()
+    meaning = _plain(" ".join(" ".join(docs[declared.__qualname__, name]).split()))
     shown, choices = field.alias or name, _choices(field.annotation)
     if len(choices) == 1:
         return [f"`{shown}: {choices[0]}`", meaning, "", ""]
@@ -252,12 +251,10 @@ def _word(kind: Any, notes: tuple[Any, ...]) -> str:
     words = {bool: "`true`, `false`", str: "name", int: "whole number", float: "number"}
     if units or kind not in (int, float):
         return units[0] if units else words.get(kind, "mapping")
-    bounds = {
-        end: _number(found[0]) for end in BOUNDS if (found := [getattr(n, end) for n in notes if hasattr(n, end)])
-    }
-    if {"ge", "le"} <= bounds.keys():
-        return f"{words[kind]}, {bounds['ge']} to {bounds['le']}"
-    return ", ".join([words[kind], *(f"{BOUNDS[end]} {bound}" for end, bound in bounds.items())])
+    ends = {end: _number(getattr(note, end)) for end in BOUNDS for note in notes if hasattr(note, end)}
+    if {"ge", "le"} <= ends.keys():
+        return f"{words[kind]}, {ends['ge']} to {ends['le']}"
+    return ", ".join([words[kind], *(f"{BOUNDS[end]} {bound}" for end, bound in ends.items())])
 
 
 def _number(value: float) -> str:
@@ -273,7 +270,7 @@ def _default(field: FieldInfo) -> str:
         return ""
     written = next((note.func for note in field.metadata if isinstance(note, PlainSerializer)), None)
     if written is not None and value:
-        return f"`{written(value)}`"  # type: ignore[call-arg, arg-type]
+        return f"`{written(value)}`"  # type: ignore[call-arg]
     return f"`{str(value).lower()}`" if isinstance(value, (bool, str)) else f"`{value:.4g}`"
 
 
