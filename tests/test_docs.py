@@ -207,7 +207,7 @@ def test_the_table_of_the_readme_is_that_of_its_command():
 def test_the_korean_readme_has_the_figures_links_and_commands_of_the_english():
     fence, comment = re.compile(r"^```\w+\n.*?^```", re.MULTILINE | re.DOTALL), re.compile(r"#.*")
     english, korean = (
-        text.replace("README.ko.md", "README.md").replace("–", " ")
+        text.replace("README.ko.md", "README.md").replace("\u2013", " ")
         for text in ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "README.ko.md"))
     )
     code = [[comment.sub("", block).split() for block in fence.findall(text)] for text in (english, korean)]
