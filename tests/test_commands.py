@@ -25,7 +25,9 @@ from dure.errors import DureError
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "README.ko.md", *sorted((ROOT / "docs").rglob("*.md"))]
-BLOCK = re.compile(r"^(`{3,})(?:\{code-block\} *)?(\w+)?[^\n`]*\n((?::\w+:[^\n]*\n)*)(.*?)^\1`*$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(
+    r"^(`{3,})(?:\{code-block\} *)?(\w+)?[^\n`]*\n((?::\w+:[^\n]*\n)*)(.*?)^\1`*$", re.MULTILINE | re.DOTALL
+)
 DATA = re.compile(r"\b(mnist|cifar10|imdb|embedding-text)")
 ELSEWHERE = re.compile(r"^(pip install|make|\.venv/bin|git clone|source)\b")
 """Commands that need a package index, or that are the tests themselves."""
