@@ -85,7 +85,7 @@ def raised_by(tmp_path_factory, request):
 @pytest.mark.parametrize(
     ("page", "index"),
     [
-        (page, index) if page.stem in ("README", "add-a-member") else pytest.param(page, index, marks=pytest.mark.long)
+        (page, index) if page.stem in ("README", "add-method") else pytest.param(page, index, marks=pytest.mark.long)
         for page, index in CODE
     ],
     ids=lambda value: value.name if isinstance(value, Path) else str(value),
