@@ -48,6 +48,13 @@ PUBLIC = (SOURCE / "user_loop" / "attached.py", SOURCE / "user_loop" / "ddp_hook
 """Files whose docstrings are about a user's own loop; elsewhere in the package, `replica` is another object."""
 
 
+LOOPS = (
+    "own-loop", "own-loop-errors", "own-loop-save", "own-loop-shards", "two-models", "fsdp-groups", "from-ddp",
+    "ddp-hook", "lightning", "trainer", "accelerate", "ray-train",
+)  # fmt: skip
+"""Pages about a user's own loop."""
+
+
 def strings(path):
     """String constants of a Python file; docstrings only of a public one."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -67,7 +74,7 @@ def strings(path):
 def pages():
     """Text by file: messages of the package, and the pages and docstrings that are about a user's own loop."""
     found = {path: "\n".join(strings(path)) for path in sorted([*SOURCE.rglob("*.py"), *STUDIES.rglob("*.py")])}
-    about = (ROOT / "README.md", ROOT / "docs" / "how-to" / "own-loop.md", ROOT / "docs" / "how-to" / "from-ddp.md")
+    about = (ROOT / "README.md", *(ROOT / "docs" / "how-to" / f"{name}.md" for name in LOOPS))
     return found | {path: path.read_text(encoding="utf-8") for path in about}
 
 

@@ -245,7 +245,7 @@ class RunOptions(Checked):
     preemption_notice: Changes[str | None] = None
     """File or URL by which a cloud warns before it takes a machine away: file:/run/preempted, or
     http://169.254.169.254/latest/meta-data/spot/instance-action. A worker that is warned leaves; if the launcher's
-    machine is, the run ends as after SIGTERM (docs/how-to/guide.md)."""
+    machine is, the run ends as after SIGTERM (docs/how-to/spot.md)."""
     grace: Changes[NonNegative] = 10.0
     """Seconds that a real run with checkpoints has after Ctrl-C or SIGTERM, to write a last one; 0 for none."""
     out: Path | None = None
@@ -384,7 +384,7 @@ class TrainConfig(Options):
     alone, for private networks. Headers always have an authentication code."""
     resume: Path | None = None
     """Folder of a run to continue from its last complete checkpoint. Its options hold; steps, epochs, seconds, device
-    and some others may change, with bsp over collectives the partition and the workers too (docs/how-to/guide.md)."""
+    and some others may change, with bsp over collectives the partition and the workers too (docs/how-to/resume.md)."""
     trust: bool = False
     """Run the code that the resumed run names as FILE.py:NAME also where the file has changed since the run began, lies
     elsewhere, or lies in the run's folder."""
