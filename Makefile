@@ -71,6 +71,7 @@ quick: lint
 
 docs: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	rm -rf build/docs
 	$(BIN)/sphinx-build -q -W --keep-going -b html docs build/docs
 	$(BIN)/python docs/check_links.py build/docs
 
