@@ -171,7 +171,7 @@ def test_the_first_command_of_the_readme_runs_without_the_checkout(built, fresh,
     home.mkdir()
     shutil.copytree(source / "examples", home / "examples")
     text = (source / "README.md").read_text(encoding="utf-8").replace("\\\n", " ")
-    command = shlex.split(re.search(r"^    dure (.*)$", text, re.MULTILINE)[1], comments=True)
+    command = shlex.split(re.search(r"^dure (.*)$", text, re.MULTILINE)[1], comments=True)
     done = run(fresh, "-m", "dure", *command, folder=home, seconds=240)
     assert done.returncode == 0, done.stderr
     assert done.stdout
