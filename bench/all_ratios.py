@@ -6,7 +6,8 @@
 Each script runs in a process of its own and ends with a line of JSON. Its rows of `ratios` (bench/_script.py) go to
 `runs/bench/ratios.json`, with the machine, the commit and the date, and into the table between two marks of
 docs/research/benchmarks.md. A row of the table that this run has not measured stays as it is. With `--smoke` the
-sizes are small, nothing is written to docs/, and the rows go to `runs/bench/smoke.json`. `--before` adds `against_commit.py`.
+sizes are small, nothing is written to docs/, and the rows go to `runs/bench/smoke.json`. `--before` adds
+`against_commit.py`.
 
 A script that fails does not stop the others. Exit status 1 if one has failed.
 """

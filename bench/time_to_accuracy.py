@@ -4,8 +4,8 @@
         [--json FILE]
 
 Every run is the real training; its seconds are modelled (`docs/explanations/virtual-time.md`). A row of `METHODS` is
-what the page of the method recommends for this job: where it takes the mean of 16 gradients or models, that includes a larger rate. A
-step takes a worker 10 ms, in the mean. The clusters:
+what the page of the method recommends for this job: where it takes the mean of 16 gradients or models, that includes
+a larger rate. A step takes a worker 10 ms, in the mean. The clusters:
 
 - `even`: all alike, with links of 10 Gbit/s;
 - `straggler`: the last worker is five times slower for good;

@@ -29,11 +29,7 @@ class Page(HTMLParser):
         self.anchors.update(found[key] for key in ("id", "name") if key in found)
         if tag == "a" and "href" in found:
             self.links.append(found["href"])
-        if (
-            tag in LOADS
-            and LOADS[tag] in found
-            and found.get("rel") not in ("canonical", "next", "prev", "index", "search")
-        ):
+        if tag in LOADS and LOADS[tag] in found and found.get("rel") in (None, "stylesheet", "preload", "icon"):
             self.loads.append(found[LOADS[tag]])
 
 

@@ -26,6 +26,8 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 python_maximum_signature_line_length = 80
 
+smartquotes = False  # of --flags
+
 html_theme = "furo"
 html_title = f"dure {release}"
 html_static_path = ["_static"]

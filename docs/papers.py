@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import shlex
 from pathlib import Path
+from textwrap import wrap
 
 from dure_studies.papers import Paper, PaperRow, papers
 
 HERE = Path(__file__).parent
+APART = {"published": "published.md"}
+"""Studies whose page is not among the others."""
+
+GLUE = "\0-\0"
+"""A minus that stays in the middle of a line."""
 
 HEAD = """# Papers, row by row
 
+This page is for readers of a paper: each row is a section, a figure, a table or a claim, with the paper's statement,
+the command that shows it, and the result here.
+
 `python docs/papers.py` writes this page from `studies/src/dure_studies/papers.toml`; `dure reproduce` prints the same
-rows. `dure reproduce --all` runs the commands of all rows, two at a time, and writes one report of their output and
-drawings (`papers.html`); `dure reproduce --all --quick` runs them in reduced forms, to show that they work.
-
-Each row is a section, figure, table or claim of a paper, with the paper's statement, the command that shows it, and the
-result here. Seconds to an accuracy, and those of virtual workers, are in [virtual time](../explanations/virtual-time.md).
-"Missing" names the feature that a row still needs.
+rows. Minutes are those on two virtual cores. Seconds to an accuracy, and those of virtual workers, are in
+[virtual time](../explanations/virtual-time.md). Results of `dure reproduce` that depend on chance are means of three
+seeds. "Missing" names the feature that a row still needs.
 """
-
-COLUMNS = ("part", "the paper", "command", "here", "difference", "missing")
 
 
 def page() -> str:
@@ -32,19 +36,35 @@ def page() -> str:
 
 
 def _paper(paper: Paper) -> str:
-    lines = [f"## `{paper.name}`", "", f"{paper.title}.", "", _line(COLUMNS), _line("---" for _ in COLUMNS)]
-    return "\n".join([*lines, *map(_row, paper.rows), ""])
+    return "\n".join([f"## `{paper.name}`", "", *_lines(f"{paper.title}."), "", *map(_row, paper.rows)])
 
 
 def _row(row: PaperRow) -> str:
-    command = f"`{row.command}`" if row.command else ""
-    if row.minutes is not None:
-        command += f", {row.minutes:g} min"
-    return _line((row.part, row.claim, command, row.result, row.difference, row.missing))
+    """The statement, and below it a list: command and result, difference, missing."""
+    items = []
+    if row.command:
+        minutes = "" if row.minutes is None else f" ({row.minutes:g} minutes)"
+        items.append(f"- {_linked(row.command)}{minutes}: {row.result}")
+    others = {"Difference": row.difference, "Missing": row.missing}
+    items += [f"- *{name}:* {text}" for name, text in others.items() if text]
+    listed = [line for item in items for line in _lines(item)]
+    return "\n".join([*_lines(f"**{row.part}.** {row.claim}"), "", *listed, ""])
 
 
-def _line(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+def _linked(command: str) -> str:
+    """The command as code, with a link to the page of its study."""
+    words = shlex.split(command.removeprefix("sudo "))
+    if words[:2] != ["dure", "reproduce"]:
+        return f"`{command}`"
+    return f"[`{command}`]({APART.get(words[2], f'studies/{words[2]}.md')})"
+
+
+def _lines(text: str) -> list[str]:
+    """The text in lines, of which none but the first begins with the mark of a list."""
+    indent = "  " if text.startswith("- ") else ""
+    glued = text[:2] + text[2:].replace(" - ", GLUE).replace(" + ", GLUE.replace("-", "+"))
+    lines = wrap(glued, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return [line.replace("\0", " ") for line in lines]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Writes the tables of `published`: dure reproduce published --json | python docs/published.py."""
+"""Writes the tables of `research/published.md`: dure reproduce published --json | python docs/published.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-PAGE = Path(__file__).parent / "research" / "reproduce.md"
+PAGE = Path(__file__).parent / "research" / "published.md"
 
 Row = dict[str, Any]
 

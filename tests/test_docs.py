@@ -19,12 +19,13 @@ from pathlib import Path
 import pytest
 
 import dure
+from dure.cli.commands import COMMANDS
 from dure.core.catalogue import load, paper
 from dure.core.spec_text import value_text
 from dure.job.job import Job
 from dure.job.names import BUILT_IN, SHAPES
 from dure.job.optimizer import OptimizerSpec
-from dure.run.strategy import REMEDY
+from dure.run.strategy import AXES, JOINS, REMEDY
 from dure.run.strategy import catalogue as one_catalogue
 from dure.runtime.virtual.cluster import Cluster
 
@@ -32,7 +33,7 @@ ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("[0-9][0-9]_*.py"))
 HALF_A_MINUTE = ("05_trainer_hook", "06_pipeline", "07_bert_pipeline")
 """Examples that `make soak` runs: other tests train pipelines, and with hooks."""
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "README.ko.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def blocks(path):
@@ -84,13 +85,29 @@ def raised_by(tmp_path_factory, request):
 @pytest.mark.parametrize(
     ("page", "index"),
     [
-        (page, index) if page.stem in ("README", "add-a-member") else pytest.param(page, index, marks=pytest.mark.long)
+        (page, index) if page.stem in ("README", "add-method") else pytest.param(page, index, marks=pytest.mark.long)
         for page, index in CODE
     ],
     ids=lambda value: value.name if isinstance(value, Path) else str(value),
 )
 def test_python_blocks_run(page, index, raised_by):
     assert raised_by[page, index] == ""
+
+
+@pytest.mark.parametrize(
+    ("page", "example"),
+    [
+        ("add-method", "03_post_local"),
+        ("add-codec", "08_float8"),
+        ("add-topology", "09_star"),
+        ("add-pipeline", "10_eager_1f1b"),
+    ],
+)
+def test_the_member_on_a_page_is_that_of_its_example(page, example):
+    """The laws of members have rows for the examples."""
+    text = (ROOT / "docs" / "how-to" / f"{page}.md").read_text(encoding="utf-8")
+    member = re.search(r"^:caption: \w+\.py\n\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)[1]
+    assert member.strip() in (ROOT / "examples" / f"{example}.py").read_text(encoding="utf-8")
 
 
 @pytest.mark.long
@@ -203,21 +220,38 @@ def test_the_table_of_the_readme_is_that_of_its_command():
     assert names.findall(drawn) == names.findall(script.PICTURE.read_text(encoding="utf-8"))
 
 
+def test_the_korean_readme_has_the_figures_links_and_commands_of_the_english():
+    fence, comment = re.compile(r"^```\w+\n.*?^```", re.MULTILINE | re.DOTALL), re.compile(r"#.*")
+    english, korean = (
+        text.replace("README.ko.md", "README.md").replace("\u2013", " ")
+        for text in ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "README.ko.md"))
+    )
+    code = [[comment.sub("", block).split() for block in fence.findall(text)] for text in (english, korean)]
+    assert code[0] == code[1]
+    for form in (r"\d+\.\d+|\d\d+", r"`[^`]+`"):
+        found = [sorted(set(re.findall(form, fence.sub("", text)))) for text in (english, korean)]
+        assert found[0] == found[1]
+    links = [set(re.findall(r"\]\(([^)]+)\)", text)) for text in (english, korean)]
+    assert links[1] - links[0] == {"docs/start/ko.md", "docs/glossary.md"}
+    assert links[0] - links[1] == set()
+
+
 def test_the_errors_of_predictions_in_the_readme_are_those_of_the_benchmark():
-    """The README states the median, the share within the 90th percentile, and the worst of all tables."""
-    page = (ROOT / "docs" / "explanations" / "virtual-time.md").read_text(encoding="utf-8")
-    tables = page.partition("**The benchmark**")[2].partition("### On one machine")[0]
+    """The README and the page state the median, the 90th percentile, and the worst of all tables."""
+    page = (ROOT / "docs" / "explanations" / "accuracy.md").read_text(encoding="utf-8")
+    tables = page.partition("**The benchmark**")[2].partition("## On one machine")[0]
     errors = sorted(map(float, re.findall(r"\| ([+-][\d.]+)% \|$", tables, flags=re.MULTILINE)), key=abs)
     text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     half, most = max(map(abs, errors[: len(errors) // 2])), abs(errors[len(errors) * 9 // 10 - 1])
     stated = f"half are within {half:g} %, nine of ten within {most:g} %, and the worst is {-errors[-1]:g} % too low"
     assert f"{len(errors)} predictions" in text
     assert stated in text
+    assert stated in " ".join(page.partition("## Between accelerators")[0].split())
 
 
-def test_the_guide_tells_every_field_of_a_job():
-    text = (ROOT / "docs" / "how-to" / "guide.md").read_text(encoding="utf-8")
-    table = text.partition("### Fields of a job")[2].partition("###")[0]
+def test_the_page_of_jobs_tells_every_field_of_a_job():
+    text = (ROOT / "docs" / "reference" / "jobs.md").read_text(encoding="utf-8")
+    table = text.partition("## Fields of a Job")[2].partition("\n## ")[0]
     rows = [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in table.splitlines() if line[:3] == "| `"]
     fields = dataclasses.fields(Job)
     assert [row[0] for row in rows] == [field.name for field in fields]
@@ -230,9 +264,9 @@ def test_the_guide_tells_every_field_of_a_job():
         assert name in dure.__all__, name
 
 
-def test_the_guide_lists_every_job_and_its_parameters():
-    text = (ROOT / "docs" / "how-to" / "guide.md").read_text(encoding="utf-8")
-    table = text.partition("## Built-in jobs")[2].partition("##")[0]
+def test_the_page_of_jobs_lists_every_job_and_its_parameters():
+    text = (ROOT / "docs" / "reference" / "jobs.md").read_text(encoding="utf-8")
+    table = text.partition("## Built-in jobs")[2].partition("\n## ")[0]
     rows = {
         cells[1].strip(" `"): cells[4] for line in table.splitlines() if (cells := line.split("|"))[1:] and "`" in line
     }
@@ -248,10 +282,36 @@ def test_the_guide_lists_every_job_and_its_parameters():
         assert re.findall(r"`([^`]+)`", parameters) == told, name
 
 
-def test_the_guide_names_every_published_model():
-    text = (ROOT / "docs" / "how-to" / "guide.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| (`.*`) \|", text.partition("### Published models")[2].partition("\n#")[0], re.MULTILINE)
+def test_the_page_of_jobs_names_every_published_model():
+    text = (ROOT / "docs" / "reference" / "jobs.md").read_text(encoding="utf-8")
+    rows = re.findall(
+        r"^\| (`.*`) \|", text.partition("## Published models")[2].partition("All published models")[0], re.MULTILINE
+    )
     assert [name for row in rows for name in re.findall(r"`([^`]+)`", row)] == [*SHAPES]
+
+
+def test_every_public_name_has_one_place_in_the_reference():
+    pages = [path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "reference").rglob("*.md")]
+    by_name = re.findall(r"^\.\. auto(?:class|function):: dure\.(\w+)$", "\n".join(pages), re.MULTILINE)
+    axes = re.findall(r"^```\{members\} (.+)$", "\n".join(pages), re.MULTILINE)
+    assert sorted(axes) == sorted([*AXES, *JOINS])
+    of_axes = [place.rpartition(":")[2] for axis in axes for place in one_catalogue(axis).values()]
+    assert sorted([*by_name, *of_axes]) == sorted(set(dure.__all__) - {"DureError"})  # with the other errors
+
+
+def test_every_command_has_its_options_in_the_reference():
+    text = (ROOT / "docs" / "reference" / "commands.md").read_text(encoding="utf-8")
+    assert sorted(re.findall(r"^```\{command\} (\w+)$", text, re.MULTILINE)) == sorted(COMMANDS)
+
+
+def test_the_page_of_jobs_tells_every_parameter_of_all_published_models():
+    text = (ROOT / "docs" / "reference" / "jobs.md").read_text(encoding="utf-8")
+    table = text.partition("All published models")[2].partition("\n## ")[0]
+    rows = dict(re.findall(r"^\| `(\w+)` \| `?([^|`]+?)`? \|", table, re.MULTILINE))
+    for name, place in SHAPES.items():
+        module, _, function = place.partition(":")
+        own = inspect.signature(getattr(importlib.import_module(module), function)).parameters
+        assert rows.items() <= {key: value_text(each.default) for key, each in own.items()}.items(), name
 
 
 def test_the_page_on_reinforcement_learning_tells_every_setting():

@@ -38,7 +38,7 @@ def of_package(name):
 
 
 def of_hook(name):
-    return hasattr(Hook, name)
+    return hasattr(Hook, name) or f"self.{name} = " in inspect.getsource(Hook.__init__)
 
 
 KNOWN = {"replica": of_attached, "dure": of_package, "hook": of_hook}
@@ -46,6 +46,13 @@ KNOWN = {"replica": of_attached, "dure": of_package, "hook": of_hook}
 
 PUBLIC = (SOURCE / "user_loop" / "attached.py", SOURCE / "user_loop" / "ddp_hook.py")
 """Files whose docstrings are about a user's own loop; elsewhere in the package, `replica` is another object."""
+
+
+LOOPS = (
+    "own-loop", "own-loop-errors", "own-loop-save", "own-loop-shards", "two-models", "fsdp-groups", "from-ddp",
+    "ddp-hook", "lightning", "trainer", "accelerate", "ray-train",
+)  # fmt: skip
+"""Pages about a user's own loop."""
 
 
 def strings(path):
@@ -67,7 +74,7 @@ def strings(path):
 def pages():
     """Text by file: messages of the package, and the pages and docstrings that are about a user's own loop."""
     found = {path: "\n".join(strings(path)) for path in sorted([*SOURCE.rglob("*.py"), *STUDIES.rglob("*.py")])}
-    about = (ROOT / "README.md", ROOT / "docs" / "how-to" / "own-loop.md", ROOT / "docs" / "how-to" / "from-ddp.md")
+    about = (ROOT / "README.md", *(ROOT / "docs" / "how-to" / f"{name}.md" for name in LOOPS))
     return found | {path: path.read_text(encoding="utf-8") for path in about}
 
 

@@ -80,7 +80,7 @@ def test_the_version_and_the_install_line_stand_alike_everywhere():
     script = release()
     assert script.versions(ROOT) == {dure.__version__}
     for name in script.FIRST_LINES:
-        first = re.search(r"^    (pip install .*?)(?:  .*)?$", (ROOT / name).read_text(encoding="utf-8"), re.MULTILINE)
+        first = re.search(r"^(pip install .*?)(?:  .*)?$", (ROOT / name).read_text(encoding="utf-8"), re.MULTILINE)
         assert first, name
         assert first[1] in (script.CHECKOUT, script.PUBLISHED), name
     tags = subprocess.run(["git", "tag", "--points-at", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
@@ -97,7 +97,7 @@ def test_a_release_writes_its_version_everywhere(tmp_path):
     for name in script.FIRST_LINES:
         text = (tmp_path / name).read_text(encoding="utf-8")
         assert script.CHECKOUT not in text
-        assert f"    {script.PUBLISHED}" in text
+        assert f"\n{script.PUBLISHED}" in text
     assert "date-released: 2030-01-02" in (tmp_path / "CITATION.cff").read_text(encoding="utf-8")
     assert "## Unreleased\n\n## 7.8.9 (2030-01-02)\n" in (tmp_path / "CHANGELOG.md").read_text(encoding="utf-8")
     left = [name for name in script.PLACES if dure.__version__ in (tmp_path / name).read_text(encoding="utf-8")]
@@ -171,7 +171,7 @@ def test_the_first_command_of_the_readme_runs_without_the_checkout(built, fresh,
     home.mkdir()
     shutil.copytree(source / "examples", home / "examples")
     text = (source / "README.md").read_text(encoding="utf-8").replace("\\\n", " ")
-    command = shlex.split(re.search(r"^    dure (.*)$", text, re.MULTILINE)[1], comments=True)
+    command = shlex.split(re.search(r"^dure (.*)$", text, re.MULTILINE)[1], comments=True)
     done = run(fresh, "-m", "dure", *command, folder=home, seconds=240)
     assert done.returncode == 0, done.stderr
     assert done.stdout

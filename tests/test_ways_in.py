@@ -1,4 +1,4 @@
-"""The table of the ways into dure, in `docs/index.md`: cells that name members name those that the code admits."""
+"""The table of the ways into dure, in `docs/start/ways.md`: cells that name members name those that the code admits."""
 
 import re
 from pathlib import Path
@@ -14,14 +14,13 @@ from dure.run.strategy import catalogue, make
 from dure.sync.base import traits_of
 from dure.topology.base import topology_of
 
-PAGE = Path(__file__).parents[1] / "docs" / "index.md"
+PAGE = Path(__file__).parents[1] / "docs" / "start" / "ways.md"
 ATTACH, HOOK, INTEGRATIONS, JOB = range(4)
 TOPOLOGIES = {name: topology_of(load(place)) for name, place in catalogue("topology").items()}
 
 
 def rows():
-    table = PAGE.read_text(encoding="utf-8").partition("## Ways in")[2].partition("\n## ")[0]
-    lines = [line for line in table.splitlines() if line.startswith("|")]
+    lines = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
     return {name: columns for name, *columns in cells}
 

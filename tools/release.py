@@ -2,8 +2,8 @@
 
     python tools/release.py 0.2.0
 
-It checks the tree, writes the version and the date wherever they stand, lets the first lines of README and guide
-install from the package index, builds into dist/, and checks what was built. It commits, tags and uploads nothing: it
+It checks the tree, writes the version and the date wherever they stand, lets the first lines of both READMEs install
+from the package index, builds into dist/, and checks what was built. It commits, tags and uploads nothing: it
 prints these commands at the end.
 
 `src/dure/__init__.py` has the version. The other places repeat it, because each source distribution must be complete
@@ -35,7 +35,7 @@ PLACES = {
 }
 """The files that have the version, and the places in each."""
 
-FIRST_LINES = ("README.md", "docs/how-to/guide.md")
+FIRST_LINES = ("README.md", "README.ko.md")
 CHECKOUT, PUBLISHED = 'pip install ".[all]" ./jobs ./studies', 'pip install "dure[all]"'
 """The line that installs dure, before and after it is on a package index."""
 

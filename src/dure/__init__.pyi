@@ -136,8 +136,9 @@ def compare(
 ) -> Comparison:
     """Train `job` under each of `strategies` in each place of `on`, and write a report.
 
-    The strategies of `config.FEW` if none is given, here or as the option of that name. `options` are those of
-    `config.CompareConfig`. Raises what `train` does, but for `DivergedError`: the report says which run diverged.
+    If no strategy is given, here or as the option of that name, `bsp`, `averaging:period=8`, `ssp:bound=3` and
+    `downpour` are compared. `options` are those of the command `dure compare`, by name. Raises the errors of `train`,
+    apart from `DivergedError`: the report says which run diverged.
     """
 
 def plan(
@@ -158,7 +159,8 @@ def plan(
     """Rank the strategies for `job` on a cluster. Seconds are predicted, in virtual time.
 
     `job` is a built-in name, `"FILE.py:FUNCTION"`, or a `Job`. `on` is a cluster file, a `Cluster`, or "virtual" (a
-    uniform cluster); if it is left out, this machine is measured. `options` are those of `options.PlanOptions`.
+    uniform cluster); if it is left out, this machine is measured. `options` are those
+    of the command `dure plan`, by name.
 
     Raises:
         UsageError: an option is wrong, or no strategy fits; the message has the smallest change with which one fits.
@@ -214,7 +216,8 @@ def train(
     `job` is a built-in name, `"FILE.py:FUNCTION"`, either with parameters (`"mnist-mlp:depth=7"`), or a `Job` (virtual
     time only: processes must be able to make it again). `sync` is a method as text (`"ssp:bound=3"`) or as an object
     (`SSP(bound=3)`); with "auto" a plan that takes `within` seconds chooses the whole strategy. `on` is "local" (also
-    if left out), "torchrun", "virtual", a cluster file, or a `Cluster`. `options` are those of `config.TrainConfig`.
+    if left out), "torchrun", "virtual", a cluster file, or a `Cluster`. `options` are those
+    of the command `dure train`, by name.
 
     Raises:
         UsageError: the options contradict each other; the message names the nearest that work.

@@ -49,6 +49,19 @@ def test_each_result_that_can_be_reproduced_has_a_row():
     assert shown == set(entry_points(group=STUDIES).names)
 
 
+def test_each_study_has_a_page_and_a_line_in_their_list():
+    pages = {
+        path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "research" / "studies").glob("*.md")
+    }
+    listed = pages.pop("index")
+    assert {*pages, "published"} == set(entry_points(group=STUDIES).names)
+    for name, text in pages.items():
+        assert text.startswith(f"# `{name}`: ")
+        assert f"\ndure reproduce {name}" in text
+        question = " ".join(text.partition("**Question.** ")[2].partition("\n\n")[0].split())
+        assert f"| [`{name}`]({name}.md) | {question} |" in listed
+
+
 def test_a_misspelt_command_is_found():
     with pytest.raises(SystemExit):
         parse(["train", "mnist-mlp", "--stesp", "3"], {})

@@ -18,7 +18,7 @@ from dure_studies.published.predict import cluster_of, predict
 from dure_studies.published.rows import missing, published, read
 from dure_studies.published.score import RatioPair, is_inside, kendall, score, scored, with_loss
 
-PAGE = Path(__file__).parents[2] / "docs" / "research" / "reproduce.md"
+PAGE = Path(__file__).parents[2] / "docs" / "research" / "published.md"
 
 OWN = """
 source: our laboratory

@@ -17,7 +17,7 @@ def is_number(name: str) -> bool:
     return re.search(r"Annotated\[(int|float),", str(TrainConfig.types()[name])) is not None
 
 
-GUIDE = (Path(__file__).parents[2] / "docs" / "how-to" / "guide.md").read_text(encoding="utf-8")
+RESUME = (Path(__file__).parents[2] / "docs" / "how-to" / "resume.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("kind", COMMANDS.values(), ids=COMMANDS)
@@ -52,8 +52,8 @@ def test_a_flag_with_the_value_of_the_default_overrides_a_file(tmp_path):
     assert (given.frozen_after, given.batch_sizes) == (30.0, ())
 
 
-def test_the_guide_lists_the_options_that_may_change():
-    listed = re.search(r"\n[^\n]*`steps`, `epochs`[^.;]*may change", GUIDE)
+def test_the_page_on_resuming_lists_the_options_that_may_change():
+    listed = re.search(r"\n[^\n]*`steps`, `epochs`[^.;]*may change", RESUME)
     assert set(re.findall(r"`(\w+)`", listed.group(0))) == set(TrainConfig.used(OptionUse.CHANGES))
 
 

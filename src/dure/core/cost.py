@@ -18,18 +18,23 @@ if TYPE_CHECKING:
 
 
 class Line(Validated):
-    """Cost of an operation: seconds of a call, and seconds of each value in it."""
+    """Cost of an operation."""
 
     start: Seconds = 0.0
+    """Time of a call."""
     value: Seconds = 0.0
+    """Time for each value in the call."""
 
 
 class CodecCost(Validated):
     """Cost of a coder's operations on one core of a machine of speed 1."""
 
     encode: Line = Line()
+    """Cost of encoding."""
     decode: Line = Line()
+    """Cost of decoding."""
     combine: Line = Line()
+    """Cost of combining the messages of several workers."""
 
     @classmethod
     def measured(

@@ -44,7 +44,8 @@ def train(job: str | Job, *, sync: Any = None, on: str | Cluster = "", within: f
     `job` is a built-in name, `"FILE.py:FUNCTION"`, either with parameters (`"mnist-mlp:depth=7"`), or a `Job` (virtual
     time only: processes must be able to make it again). `sync` is a method as text (`"ssp:bound=3"`) or as an object
     (`SSP(bound=3)`); with "auto" a plan that takes `within` seconds chooses the whole strategy. `on` is "local" (also
-    if left out), "torchrun", "virtual", a cluster file, or a `Cluster`. `options` are those of `config.TrainConfig`.
+    if left out), "torchrun", "virtual", a cluster file, or a `Cluster`. `options` are those
+    of the command `dure train`, by name.
 
     Raises:
         UsageError: the options contradict each other; the message names the nearest that work.

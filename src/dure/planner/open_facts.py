@@ -11,7 +11,7 @@ Of machines with accelerators:
                               2 below                                  Gbit/s (studies/); the ports of a usual card
     transport of the network  RDMA with a share of 0.82 and 0.92; TCP  `accelerators.Card`
                               with 8 and 18 Gbit/s, 80 and 25 us
-    spread of equal steps     0.01 and 0.03                            published measurements (docs/explanations/accuracy.md)
+    spread of equal steps     0.01 and 0.03                            published rows (docs/research/published.md)
 
 NVLink of an SXM module is known, and not open. Descriptions that `dure probe` measured have no open facts. Nor have
 machines with CPUs, as nothing says in what range the speed of an unknown core is.

@@ -25,7 +25,7 @@ others wait for later exchanges, which are as rare. Under a momentum of blocks (
 
 One machine (`candidates.ONE`) has the factor 1. It is the answer if no other is better by more than the known error of
 the ranking. Otherwise a strategy that is simpler than the one of the highest score is the answer if its score is at
-least NEAR of it. Plain data parallelism is the simplest. docs/choosing/plan.md has the measurements behind these rules.
+least NEAR of it. Plain data parallelism is the simplest. docs/explanations/planning.md has the measurements behind these rules.
 """
 
 from __future__ import annotations

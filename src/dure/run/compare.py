@@ -54,8 +54,9 @@ def compare(
 ) -> Comparison:
     """Train `job` under each of `strategies` in each place of `on`, and write a report.
 
-    The strategies of `config.FEW` if none is given, here or as the option of that name. `options` are those of
-    `config.CompareConfig`. Raises what `train` does, but for `DivergedError`: the report says which run diverged.
+    If no strategy is given, here or as the option of that name, `bsp`, `averaging:period=8`, `ssp:bound=3` and
+    `downpour` are compared. `options` are those of the command `dure compare`, by name. Raises the errors of `train`,
+    apart from `DivergedError`: the report says which run diverged.
     """
     by_name = options.get("strategies", ())
     if strategies and by_name:

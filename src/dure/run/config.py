@@ -384,7 +384,7 @@ class TrainConfig(Options):
     alone, for private networks. Headers always have an authentication code."""
     resume: Path | None = None
     """Folder of a run to continue from its last complete checkpoint. Its options hold; steps, epochs, seconds, device
-    and some others may change, with bsp over collectives the partition and the workers too (docs/how-to/guide.md)."""
+    and some others may change, with bsp over collectives the partition and the workers too (docs/how-to/resume.md)."""
     trust: bool = False
     """Run the code that the resumed run names as FILE.py:NAME also where the file has changed since the run began, lies
     elsewhere, or lies in the run's folder."""

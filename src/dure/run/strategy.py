@@ -84,8 +84,12 @@ BASES: Mapping[str, type | UnionType] = {
 MARKS: Mapping[str, tuple[str, ...]] = {"sync": ("traits", "work"), "topology": ("offers", "deployed_as")}
 """The attributes of members without a base class."""
 
-OVERRIDDEN: Sequence[tuple[type, str]] = ((Codec, "coder"), (Pipeline, "order"), (SharedLayers, "plan"))
-"""The functions that a member must define."""
+OVERRIDDEN: Sequence[tuple[type, str, str]] = (
+    (Codec, "coder", "add-codec"),
+    (Pipeline, "order", "add-pipeline"),
+    (SharedLayers, "plan", "add-pipeline"),
+)
+"""The functions that a member must define, with the pages that explain them."""
 
 MEMBERS: Mapping[str, str] = {
     "sync": "A method is a dataclass with `traits` (dure.Traits) and `work`.",
@@ -386,9 +390,10 @@ def _own_member(name: str, file: str, member: str) -> tuple[str, str]:
         raise StrategyError(
             f"{name} is no member of a strategy. {' '.join(MEMBERS.values())} This lacks {names(lacks)}."
         )
-    lacks = [part for base, part in OVERRIDDEN if issubclass(kind, base) and getattr(kind, part) is getattr(base, part)]
-    if lacks and not issubclass(kind, Programmed):
-        raise StrategyError(f"{name} has no `{lacks[0]}`: define it, as in docs/how-to/add-a-member.md.")
+    for base, part, page in OVERRIDDEN:
+        lacks_it = issubclass(kind, base) and getattr(kind, part) is getattr(base, part)
+        if lacks_it and not issubclass(kind, Programmed):
+            raise StrategyError(f"{name} has no `{part}`: define it, as in docs/how-to/{page}.md.")
     if not is_dataclass(kind):
         raise StrategyError(f"{name} is no dataclass: write @dataclass(frozen=True) above the class.")
     return axis, f"{user_code.module_of(file)}:{member}"

@@ -1,7 +1,7 @@
 """Synchronization methods: a file per method or family, a line per member; the class has the rest (`core.catalogue`).
 
 A method is a frozen dataclass whose fields are its parameters and whose `work` is the paper's loop
-(`base.Sync`). `docs/how-to/add-a-member.md` says how to add one.
+(`base.Sync`). `docs/how-to/add-method.md` says how to add one.
 
 Methods that wait for no worker have stale gradients. `REMEDIES` join them by `+` (`corrected`).
 """

@@ -1,9 +1,10 @@
 """Costs of the collectives of `topology.collective` in closed form, for ranks that start at the same time.
 
 `docs/choosing/topologies/collective.md` has the formulas of all_reduce and all_gather. If a tensor is cut into
-uneven parts, the larger part counts. A rank's messages are those it sends and its requests. Bytes and messages are exact. Seconds are
-exact in the network model if links are equal, machines have at least two cores, nothing else is sent, and K (P for
-halving-doubling, L among hosts) divides the length. Otherwise they are an upper bound; ring and tree reach the bound.
+uneven parts, the larger part counts. A rank's messages are those it sends and its requests. Bytes and messages are
+exact. Seconds are exact in the network model if links are equal, machines have at least two cores, nothing else is
+sent, and K (P for halving-doubling, L among hosts) divides the length. Otherwise they are an upper bound; ring and
+tree reach the bound.
 So are the seconds of all-to-all, whose ranks prepare several messages at once.
 """
 

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from fractions import Fraction
+import ast
+import inspect
+import itertools
+import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from pydantic import ValidationError
 from support.wording import raising
 
 import dure.runtime.virtual.cluster as module
-from dure.codec import CATALOGUE, WRAPPERS
-from dure.codec.cost import cost_of
-from dure.core import units
-from dure.core.catalogue import combines, load
+from dure.core.validated import Validated
 from dure.errors import ClusterError
-from dure.runtime.virtual.accelerators import AcceleratorEngine, Card, InsideLink
-from dure.runtime.virtual.cluster import Cluster, Event, Link, Machines, ServerMachines, SharedHost
+from dure.runtime.virtual.accelerators import Card, InsideLink
+from dure.runtime.virtual.cluster import Cluster, Event, Link, Machines, ServerMachines
 from dure.runtime.virtual.compute import Constant, LogNormal, Pareto, ShiftedExponential, Trace
-from dure.runtime.virtual.fabric import Racks, Site, SitePair
 
 FULL = """
 machines:
@@ -345,68 +345,55 @@ def test_the_example_in_the_docstring_is_a_cluster(tmp_path: Path) -> None:
     assert len(cluster.events) == 4
 
 
-PAGE = Path(__file__).parents[3] / "docs" / "explanations" / "virtual-time.md"
+PAGE = Path(__file__).parents[3] / "docs" / "reference" / "cluster-file.md"
 
 
-def test_the_page_s_example_is_a_cluster(tmp_path: Path) -> None:
-    example = PAGE.read_text().split("```yaml\n")[1].split("```")[0]
-    assert Cluster.from_yaml(written(tmp_path, example)).workers == 8
-
-
-def test_the_page_names_no_constant_that_a_cluster_file_cannot_set() -> None:
-    section = PAGE.read_text().partition("## Every constant")[2].partition("\n## ")[0]
-    names = [line.split("|")[1].strip() for line in section.splitlines() if line.startswith("|")][2:]
-    kinds = {"": Cluster, "link": Link, "host": SharedHost, "servers": ServerMachines, "machines[]": Machines}
-    kinds |= {"inside": InsideLink, "card": Card, "engine": AcceleratorEngine}
-    kinds |= {"inside": InsideLink, "racks": Racks, "sites[]": Site, "between": SitePair}
-    for name in names:
-        kind, _, key = name.removeprefix("`").removesuffix("`").rpartition(".")
-        assert key in kinds[kind].model_fields
-
-
-def test_the_page_has_the_measured_costs_of_codecs() -> None:
-    section = PAGE.read_text().partition("## Codecs")[2].partition("\n## ")[0]
-    rows = [[cell.strip().strip("`") for cell in line.split("|")[1:-1]] for line in section.splitlines() if "|" in line]
-    said = {name: [float(value) for value in values] for name, *values in rows if values[0][:1].isdigit()}
-    joined = {f"{codec}+{name}" for name, place in WRAPPERS.items() for codec in combines(load(place))}
-    assert said.keys() == CATALOGUE.keys() - {"fp32"} | joined
-    for name in said:
-        cost = cost_of(name, {})
-        lines = (cost.encode, cost.decode, cost.combine)
-        assert said[name] == pytest.approx([n for line in lines for n in (line.start * 1e6, line.value * 1e9)])
-
-
-def test_the_page_names_every_key_and_its_default() -> None:
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in PAGE.read_text().splitlines() if "|" in line]
-    said = {row[0].strip("`"): row[-1] for row in rows}
-    kinds = {"": Cluster, "link.": Link, "host.": SharedHost, "servers.": ServerMachines, "machines[].": Machines}
-    kinds |= {"inside.": InsideLink, "card.": Card, "engine.": AcceleratorEngine}
-    kinds |= {"racks.": Racks, "sites[].": Site, "between.": SitePair}
-    whole = {"machines", "servers", "link", "inside", "card", "engine", "host", "events", "racks", "sites", "between"}
-    for prefix, kind in kinds.items():
-        for name in kind.model_fields.keys() - (whole if not prefix else set()):
-            assert prefix + name in said
-    default = Cluster()
-    assert units.seconds(said["alpha"]) == default.alpha
-    assert units.per_byte(said["beta"]) == default.beta
-    assert units.per_byte(said["gamma"]) == default.gamma
-    assert units.rate(said["memory_bandwidth"]) == default.memory_bandwidth
-    assert float(said["unfairness"]) == default.unfairness
-    assert units.rate(said["link.bandwidth"].partition(" =")[0]) == default.link.bandwidth
-    assert units.seconds(said["link.latency"]) == default.link.latency
-    assert [int(said[name]) for name in ("header", "field", "small")] == [default.header, default.field, default.small]
-    assert units.seconds(said["detection"]) == default.detection
-    assert float(Fraction(said["backward"])) == default.backward
-    assert units.rate(said["inside.bandwidth"]) == default.inside.bandwidth
-    assert units.seconds(said["inside.latency"]) == default.inside.latency
-    parts = (
-        (Machines(), "machines[].", ("count", "workers", "cores", "speed")),
-        (ServerMachines(), "servers.", ("cores",)),
+def test_the_files_of_the_page_are_clusters(tmp_path: Path) -> None:
+    files = re.findall(
+        r"^```\{code-block\} yaml\n:caption: [^\n]*\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL
     )
-    for kind, prefix, names in parts:
-        assert [float(said[prefix + name].partition(";")[0]) for name in names] == [getattr(kind, n) for n in names]
-    assert units.flops(said["flops_per_second"]) == Constant().flops_per_second
-    assert units.seconds(said["overhead"]) == Constant().overhead
+    clusters = [Cluster.from_yaml(written(tmp_path, text)) for text in files]
+    assert [cluster.workers for cluster in clusters] == [4, 8, 32, 48, 2, 8]
+
+
+def models(hint: object) -> list[type[Validated]]:
+    """The models in a type."""
+    if isinstance(hint, type) and issubclass(hint, Validated):
+        return [hint]
+    return [model for part in get_args(hint) for model in models(part)]
+
+
+def test_the_page_has_a_table_of_every_mapping() -> None:
+    found: set[type[Validated]] = {Cluster}
+    left = [*found]
+    while left:
+        inner = [model for field in left.pop().model_fields.values() for model in models(field.annotation)]
+        left += [model for model in inner if model not in found]
+        found.update(inner)
+    told: set[type[Validated]] = {Cluster}
+    for path in re.findall(r"^```\{cluster-keys\} (\S+)$", PAGE.read_text(), re.MULTILINE):
+        kinds: list[type[Validated]] = [Cluster]
+        for step in path.split("."):
+            kinds = models(next(kind.model_fields[step] for kind in kinds if step in kind.model_fields).annotation)
+        told.update(kinds)
+    assert "```{cluster-keys}\n" in PAGE.read_text()
+    assert told == found
+    for model in found:
+        assert undocumented(model) == []
+
+
+def undocumented(model: type[Validated]) -> list[str]:
+    """The fields of a model without a text behind them, which the page prints."""
+    missing = []
+    for base in model.__mro__[: model.__mro__.index(Validated)]:
+        (definition,) = ast.parse(inspect.getsource(base)).body
+        assert isinstance(definition, ast.ClassDef)
+        for line, text in itertools.zip_longest(definition.body, definition.body[1:]):
+            if isinstance(line, ast.AnnAssign) and not (
+                isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+            ):
+                missing.append(f"{base.__name__}.{ast.unparse(line.target)}")
+    return missing
 
 
 @pytest.mark.parametrize(

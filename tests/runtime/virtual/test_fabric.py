@@ -110,13 +110,13 @@ def test_a_cluster_states_its_racks_and_sites() -> None:
     assert "not measured" not in Cluster().basis()
 
 
-PAGE = Path(__file__).parents[3] / "docs" / "explanations" / "virtual-time.md"
+PAGE = Path(__file__).parents[3] / "docs" / "reference" / "cluster-file.md"
 
 
 def test_the_docstring_and_the_page_have_one_cluster(tmp_path: Path) -> None:
     assert module.__doc__ is not None
     file, found = tmp_path / "cluster.yaml", []
-    on_page = PAGE.read_text().partition("### Racks and sites")[2].split("```yaml\n")[1].split("```")[0]
+    on_page = PAGE.read_text().partition("## Racks and sites")[2].split("sites.yaml\n")[1].split("```")[0]
     for text in ("machines: [{count: 48}]\n" + dedent(module.__doc__.split("\n\n")[1]), on_page):
         file.write_text(text)
         found.append(Cluster.from_yaml(file))

@@ -60,15 +60,18 @@ class PartlyStated(Validated):
 
 
 class InsideLink(PartlyStated):
-    """The link of a worker to the other workers of its machine: bytes per second in each direction, and latency.
-
-    Each worker has such a link of its own. The default is a PCIe 3.0 slot of 16 lanes: 12 of its 15.75 GB/s, and 10 us.
-    `kind` sets other defaults (`INSIDE`). The links of a `mesh` each have the bandwidth, and a ring uses several.
-    """
+    """The link of a worker to the other workers of its machine. Each worker has one of its own."""
 
     kind: Literal["mesh", "switch", "pcie", "pcie-host"] | None = None
+    """Kind of the link, which sets other defaults of `bandwidth` and `latency`. The links of a `mesh` each have the
+    bandwidth, and a ring uses several.
+    """
     bandwidth: MemoryRate = 12e9
+    """Bandwidth of each direction of the link that a worker has to the others on its machine. The default is that of
+    PCIe 3.0 with 16 lanes, 15.75 GB/s less a quarter.
+    """
     latency: Seconds = 10e-6
+    """Time from the last byte sent to its arrival at another worker of the machine."""
 
     @model_validator(mode="wrap")
     @classmethod
@@ -89,18 +92,21 @@ class InsideLink(PartlyStated):
 
 
 class Card(PartlyStated):
-    """The network cards of a machine with accelerators: `count` cards of the link's bandwidth each.
-
-    `share` of the bandwidth is left for data: 0.88 by RDMA (usual in measurements of NCCL, 0.82 to 0.92), 0.9 by TCP. A
-    card has at most `flow` bytes per second: by TCP 13 Gbit/s, what a core sends (8 to 18). `hop`: seconds of a message
-    to another machine: 9.6 us by RDMA (NCCL's tuning tables), 40 us by TCP (25 to 80).
-    """
+    """The network cards of a machine with accelerators."""
 
     count: int = Field(default=1, ge=1, le=1024)
+    """Network cards of a machine, each of the link's bandwidth."""
     transport: Literal["rdma", "tcp"] = "rdma"
+    """Transport of the network, which sets the defaults of `share`, `flow` and `hop`."""
     share: float = Field(default=0.88, gt=0, le=1)
+    """Share of the bandwidth that is left for data. By RDMA 0.88 (measurements of NCCL have 0.82 to 0.92), by TCP 0.9.
+    """
     flow: Rate | None = None
+    """Most bytes per second of a card. By RDMA no limit, by TCP 13 Gbit/s: a core sends 8 to 18."""
     hop: Seconds = 9.6e-6
+    """Time of a message to another machine, in place of the link's latency. By RDMA 9.6 us (NCCL's tuning tables), by
+    TCP 40 us (25 to 80).
+    """
 
     @model_validator(mode="wrap")
     @classmethod
@@ -153,23 +159,26 @@ guess."""
 
 
 class AcceleratorEngine(PartlyStated):
-    """The engine of the accelerators' collectives, and the library that calls it.
-
-    `library`: its buckets and costs (`LIBRARIES`). `bucket`: another size of a bucket, in bytes. `overlap`: whether
-    buckets leave during backward. `start`: seconds of the start of a collective, in which nothing is computed.
-    `contention`: computation takes 1 + contention times as long while a bucket is under way. `spread`: standard
-    deviation of the durations of equal steps, in shares of a step; the slowest of N workers decides wherever they
-    wait for each other. It is left out if the machines' durations have a distribution. `intensity`: operations that a
-    device makes in the time in which it moves a byte of its memory; None: those of the machines' `gpu`, else 16.
-    """
+    """The engine of the accelerators' collectives, and the library that calls it."""
 
     library: Literal["ddp", "horovod", "at-end"] = "ddp"
+    """Library whose buckets and costs count."""
     bucket: Size | None = None
+    """Size of a bucket. Default: the library's."""
     overlap: bool = True
+    """Whether buckets leave during backward."""
     start: Seconds = 40e-6
+    """Time of the start of a collective, in which nothing is computed."""
     contention: float = Field(default=0.10, ge=0, le=10)
+    """While a bucket is under way, computation takes 1 + so many times as long."""
     spread: float = Field(default=0.02, ge=0, le=1)
+    """Standard deviation of the durations of equal steps, in shares of a step. It is left out if the machines'
+    durations have a distribution.
+    """
     intensity: float | None = Field(default=None, gt=0, le=1e6)
+    """Operations that a device makes in the time in which it moves a byte of its memory. Default: those of `gpu`, else
+    16.
+    """
 
     @property
     def rules(self) -> Library:

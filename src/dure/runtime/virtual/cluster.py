@@ -71,40 +71,49 @@ _COMPUTE_STREAM = 1  # separates these random streams from others of the same (s
 
 
 class Link(Validated):
-    """The network link of a machine: bytes per second in each direction, and seconds of latency.
-
-    Between machines with different links the larger latency counts.
-    """
+    """The network link of a machine."""
 
     bandwidth: Rate = 1.25e9
+    """Bandwidth of each direction of a network card."""
     latency: Seconds = 1e-4
+    """Time from the last byte sent to its arrival. Between two different links the larger latency counts."""
 
 
 class Machines(Validated):
-    """`count` machines of one kind, with `workers` workers on each, which share the machine's `link` and `cores`.
-
-    `gpus` in place of `workers`: their collectives are those of the engine of accelerators, over `card`. `gpu` names
-    them in the catalogue of devices, whose speed, memory and links inside a machine then count where nothing else is
-    said. The defaults of `link`, `inside` and `card` are those of the cluster. `speed` divides the duration of every
-    step: a number, one number for each worker, or a distribution from which each worker draws once (`lognormal` with
-    sigma, `uniform` from low to high). `memory`: bytes of memory of each worker; None: without limit. `input`: samples
-    per second that a machine loads, an equal share for each of its workers; None: without limit. `price`: of an hour of
-    a machine, in any currency; a plan then shows costs.
-    """
+    """`count` machines of one kind, with `workers` workers on each, which share the machine's `link` and `cores`."""
 
     count: int = Field(default=1, ge=1)
+    """Machines of this kind. A cluster has at most 100,000 workers."""
     gpus: int | None = Field(default=None, ge=1)  # before `workers`, as errors name the first field
+    """Accelerators of each machine, in place of `workers`: a worker on each. Their collectives are those of the engine
+    of accelerators, over `card`.
+    """
     gpu: str | None = None
+    """Name of these accelerators in the catalogue that `dure devices` prints. Its speed, its memory and its usual link
+    inside a machine count where the file states nothing else.
+    """
     workers: int = Field(default=1, ge=1)
+    """Workers on each machine. They share its network card and its cores."""
     compute: Compute = Constant()
+    """Duration of a step."""
     speed: Speed = 1.0
+    """Divides the duration of each step: a number, a list with one number for each worker, or a distribution from which
+    each worker draws once.
+    """
     cores: Cores = 4
+    """Cores that handle messages, shared by the machine's workers."""
     memory: Size | None = None
+    """Memory of each worker. A run that needs more is refused. Default: that of `gpu`, else no limit."""
     input: SamplesRate | None = None
+    """Samples that a machine loads in a second, an equal share for each of its workers. Default: no limit."""
     price: Price | None = None
+    """Price of an hour of a machine, in any currency. `dure plan` then shows costs."""
     link: Link | None = None
+    """Link of this kind of machine. Default: the cluster's `link`."""
     inside: InsideLink | None = None
+    """Link between workers of one machine of this kind. Default: the cluster's `inside`."""
     card: Card | None = None
+    """Network cards of a machine with `gpus`. Default: the cluster's `card`."""
 
     def changed(self, **values: Any) -> Machines:
         kept = {name: getattr(self, name) for name in type(self).model_fields if name != "workers" or not self.gpus}
@@ -163,24 +172,26 @@ class Machines(Validated):
 
 
 class ServerMachines(Validated):
-    """Machines of parameter servers that are not beside workers. The default of `link` is the link of the cluster.
-
-    `price`: of an hour of a machine. The others describe the software of all servers (`server_software`). `variable`:
-    seconds of a process, at each end, for a variable of a push or a pull. `process`: bytes of these that a process
-    packs or unpacks in a second; None: without limit. `threads`: variables that it packs at once. `per_machine`: the
-    workers of a machine push and pull as one. `overlap`: with bsp, variables of a gradient are pushed during backward,
-    as soon as each is complete. `early_pulls`: then each is pulled as soon as all workers have pushed it.
-    """
+    """Machines of parameter servers that are not beside workers, and the software of all (`server_software`)."""
 
     cores: Cores = 4
+    """Cores of a server's machine."""
     price: Price | None = None
+    """Price of an hour of a server's machine."""
     link: Link | None = None
+    """Link of the servers. Default: the cluster's `link`."""
     variable: Seconds = 0.0
+    """Time of a process for each variable of a push or a pull, at both ends."""
     process: MemoryRate | None = None
+    """Bytes of pushes and pulls that a process packs or unpacks in a second. Default: no limit."""
     threads: int = Field(default=1, ge=1, le=1024)
+    """Variables that a process packs at once. One more thread unpacks, if there are several."""
     per_machine: bool = False
+    """The workers of a machine push and pull as one."""
     overlap: bool = False
+    """With `bsp` and without a codec, variables are pushed during backward, as soon as each is complete."""
     early_pulls: bool = False
+    """With `overlap`, a variable is pulled as soon as all workers have pushed it."""
 
     @model_validator(mode="after")
     def _pulls_follow_pushes(self) -> Self:
@@ -198,10 +209,12 @@ class ServerMachines(Validated):
 
 
 class RoundCost(Validated):
-    """Cost of a round between neighbors in the engine's ring: `start` seconds, and `byte` seconds per byte sent."""
+    """Cost of a round between neighbors in the engine's ring."""
 
     start: Seconds = 1e-4
+    """Time of a round, whatever its size."""
     byte: PerByte = 0.1e-9
+    """Time for each byte that a rank sends in the round."""
 
 
 class SharedHost(Validated):
@@ -209,31 +222,36 @@ class SharedHost(Validated):
 
     Busy processes share the cores equally. A message takes `alpha + bytes * beta` seconds of a core in the process of
     its sender, then the latency of the link, then as many seconds of a core in the process of its receiver.
-    `all_reduce` is a round of the engine's collectives. `gradient` is a round of the sum of gradients during backward.
     """
 
     cores: Cores = 2
+    """Cores that all workers and servers share."""
     all_reduce: RoundCost = RoundCost()
+    """Cost of a round of the engine's collectives."""
     gradient: RoundCost = RoundCost()
+    """Cost of a round in which gradients are summed during backward."""
 
 
 class Event(Validated):
     """An event at a worker, and its time.
-
-    crash   the worker fails; what it had not sent is lost
-    join    the worker starts, or starts again; a worker whose first event is `join` is absent from the start
-    pause   the worker computes and answers nothing, `for` a time
-    slow    the steps of the worker take `factor` times as long, `for` a time or to the end
 
     The factors of overlapping slow events multiply. Of overlapping pauses the later end counts. After a crash and a
     join, earlier slow events and pauses have no effect.
     """
 
     at: Seconds
+    """Time of the event."""
     kind: Literal["crash", "join", "pause", "slow"]
+    """`crash`: the worker fails, and data that it has not sent is lost. `join`: the worker starts, or starts again as a
+    new worker; a worker whose first event is a join is absent from the start. `pause`: the worker computes and answers
+    nothing for a time. `slow`: its steps take `factor` times as long.
+    """
     worker: int = Field(ge=0)
+    """Number of the worker, from 0."""
     duration: PositiveSeconds | None = Field(default=None, alias="for")
+    """Duration of a pause, which needs one, or of a slow-down. Default: to the end of the run."""
     factor: Factor | None = None
+    """Factor on the duration of steps. A slow-down needs one."""
 
     @property
     def until(self) -> float:
@@ -257,47 +275,60 @@ class Event(Validated):
 
 
 class Cluster(Validated):
-    """A virtual cluster; see the head of this module. Raises `ClusterError` where the values describe none.
-
-    `alpha`, `beta`: seconds of a core per message and per byte of it, at both ends.
-    `gamma`: seconds per byte of memory that a server reads or writes to apply an update.
-    `header`, `field`: bytes of a message besides its tensors, and for each plain value.
-    `small`: messages of at most so many bytes on the wire do not queue.
-    `detection`: seconds until the others notice a crash.
-    `backward`: the share of a step in which the slices of its gradient are completed.
-    `unfairness`: how unequally messages share a network card, as the standard deviation of the logarithm of a
-    message's weight; 0 for equal shares.
-    `codecs`: the cost of codecs by name; others cost what their classes state (`codec.cost`).
-    `host`: if given, all workers and servers are processes of this one machine.
-    `inside`: the link between workers of one machine.
-    `card`, `engine`: the cards of machines with `gpus`, and the engine of their collectives.
-    `racks`, `sites`, `between`: links that several machines share (`runtime.virtual.fabric`).
-    `hosts`: names of the hosts that `dure probe` measured for this description; empty if it was written by hand.
-    """
+    """A virtual cluster; see the head of this module. Raises `ClusterError` where the values describe none."""
 
     machines: tuple[Machines, ...] = Field(default=(Machines(count=8),), min_length=1)
+    """Machines of the workers, a list with an entry for each kind. Default: one kind of 8 machines."""
     servers: ServerMachines = ServerMachines()
+    """Machines and software of the parameter servers."""
     link: Link = Link()
+    """Link of each machine's network card."""
     inside: InsideLink = InsideLink()
+    """Link between workers of one machine."""
     card: Card = Card()
+    """Network cards of machines with `gpus`."""
     engine: AcceleratorEngine = AcceleratorEngine()
+    """Engine of the collectives of machines with `gpus`."""
     racks: Racks | None = None
+    """Racks of machines behind uplinks. Default: no racks."""
     sites: tuple[Site, ...] = ()
+    """Sites, each with the next machines of the cluster. Default: one site."""
     between: SiteLines | None = None
+    """Lines between sites: one for any two, or a list with one for each pair."""
     host: SharedHost | None = None
+    """If given, all workers and servers are processes of this one machine."""
     alpha: Seconds = 20e-6
+    """A core's time for a message, at both ends at once."""
     beta: PerByte = 0.1e-9
+    """A core's time for a byte of a message, at both ends at once."""
     gamma: PerByte = 0.3e-9
+    """A server's time for each byte of memory that it reads or writes to apply an update."""
     header: Nbytes = HEADER
+    """Bytes added to each message. The chunks of the engine's collectives have none."""
     field: Nbytes = 16
+    """Bytes added to a message for each plain value in it, such as a version or a weight."""
     small: Nbytes = SMALL
+    """Messages of at most so many bytes, header included, do not queue."""
     detection: Seconds = 0.05
+    """Time from a crash until the other nodes notice it. If a worker joins again within that time, its crash is not
+    noticed.
+    """
     backward: float = Field(default=2 / 3, ge=0, le=1)
+    """Share of a step, at its end, in which the slices of its gradient are completed."""
     memory_bandwidth: MemoryRate = 10e9
+    """Bandwidth of messages between a worker and a server beside it."""
     unfairness: float = Field(default=0.0, ge=0, le=2)
+    """Inequality of the messages that share a card: the standard deviation of the logarithm of a message's weight. 0:
+    equal shares.
+    """
     codecs: dict[str, CodecCost] = Field(default_factory=dict)
+    """Costs of codecs, by name. Others cost what their classes state."""
     events: tuple[Event, ...] = ()
+    """Events at workers."""
     hosts: tuple[str, ...] = ()
+    """Names of the hosts that `dure probe` measured for the file. A report of real runs on the same hosts states the
+    error of virtual time.
+    """
 
     @model_validator(mode="after")
     def _not_too_many(self) -> Cluster:

@@ -5,10 +5,7 @@ A step takes
     (overhead + flops / flops_per_second) * factor / speed        or, with `seconds` given,
     (call + (seconds - call) * flops / reference) * factor / speed
 
-`reference`, the key `flops`, has the operations of the step that takes `seconds`; those of the job's own mini-batch if
-left out. `factor` is drawn for each step and has mean one. `speed` is constant for each worker. `call` is the part of a
-step that a call of the model takes whatever the number of samples; a pipeline pays it for each micro-batch, each stage
-its part. If left out, it is the overhead, or with `seconds` nothing.
+`reference` is the key `flops`. `factor` is drawn for each step and has mean one. `speed` is constant for each worker.
 
     distribution         factor                                            parameters
     constant             1
@@ -58,10 +55,19 @@ class _Compute(Validated):
     """Common part of all distributions: the mean of a step, given by `seconds` or by the operations of the work."""
 
     seconds: PositiveSeconds | None = None
+    """Mean duration of a step of `flops` operations. Without it, operations set the duration."""
     flops: Positive | None = None
+    """Operations of the step that takes `seconds`. Default: those of the job's own mini-batch, also where
+    `--batch-size` changes it.
+    """
     flops_per_second: Flops = 20e9
+    """Effective speed of a machine of speed 1, if `seconds` is left out."""
     overhead: Seconds = 0.2e-3
+    """Part of a step that does not depend on its work, if `seconds` is left out."""
     call: Seconds | None = None
+    """Part of a step that a call of the model takes, whatever the number of samples; a pipeline pays it for each
+    micro-batch. Default: `overhead`; with `seconds`, 0.
+    """
 
     @property
     def assumes_speed(self) -> bool:
@@ -124,6 +130,7 @@ class Constant(_Compute):
     """Distribution in which every step takes the mean."""
 
     distribution: Literal["constant"] = "constant"
+    """Each step takes the mean."""
 
     def blocks(self, rng: np.random.Generator) -> Iterator[Sequence[float]]:
         return repeat(_ONES)
@@ -136,42 +143,49 @@ class ShiftedExponential(_Compute):
     """A constant part, `shift` of the mean, plus an exponential part."""
 
     distribution: Literal["shifted-exponential"] = "shifted-exponential"
+    """A constant part, and an exponential part."""
     shift: float = Field(default=0.5, ge=0, lt=1)
+    """The constant part, as a share of the mean."""
 
     def factors(self, rng: np.random.Generator, count: int) -> Factors:
         return self.shift + (1.0 - self.shift) * rng.standard_exponential(count)
 
 
 class LogNormal(_Compute):
-    """Log-normal durations; `sigma` is the standard deviation of their logarithm."""
+    """Log-normal durations."""
 
     distribution: Literal["lognormal"] = "lognormal"
+    """Log-normal durations."""
     sigma: float = Field(default=0.3, ge=0, le=10, allow_inf_nan=False)
+    """Standard deviation of the logarithm of a duration."""
 
     def factors(self, rng: np.random.Generator, count: int) -> Factors:
         return np.exp(self.sigma * rng.standard_normal(count) - 0.5 * self.sigma**2)
 
 
 class Pareto(_Compute):
-    """Heavy-tailed durations: P(time > t) falls as t ** -tail. The variance is finite only for a tail above 2."""
+    """Heavy-tailed durations."""
 
     distribution: Literal["pareto"] = "pareto"
+    """A heavy tail: P(duration > t) falls as t^-tail."""
     tail: float = Field(default=2.5, gt=1, allow_inf_nan=False)
+    """Exponent of the tail. The variance is finite above 2."""
 
     def factors(self, rng: np.random.Generator, count: int) -> Factors:
         return (self.tail - 1.0) / self.tail * (1.0 + rng.pareto(self.tail, count))
 
 
 class Trace(_Compute):
-    """Recorded durations of steps, replayed in order and repeated. The operations of the work do not matter.
-
-    Each worker starts at a random position of its own, or all workers at the `first`. `file` holds one duration per
-    line (seconds, or with a unit; `#` begins a comment).
-    """
+    """Recorded durations of steps, replayed in order and repeated."""
 
     distribution: Literal["trace"] = "trace"
+    """Recorded durations, replayed in order and repeated. The operations of the work do not matter."""
     durations: tuple[PositiveSeconds, ...] = Field(min_length=1)
+    """Recorded durations of steps, a list. In its place, `file` names a file with one duration on each line (`#` begins
+    a comment).
+    """
     start: Literal["random", "first"] = "random"
+    """Where the replay starts: at a random place for each worker, or at the first duration for all."""
 
     @model_validator(mode="before")
     @classmethod
@@ -236,7 +250,9 @@ class LogNormalSpeeds(Validated):
     """Log-normal speeds of machines, with median 1."""
 
     distribution: Literal["lognormal"]
+    """Log-normal speeds, with median 1."""
     sigma: float = Field(default=0.2, ge=0, le=10, allow_inf_nan=False)
+    """Standard deviation of the logarithm of a speed."""
 
     def speed(self, rng: np.random.Generator) -> float:
         return float(np.exp(self.sigma * rng.standard_normal()))
@@ -246,8 +262,11 @@ class UniformSpeeds(Validated):
     """Speeds of machines, uniform from `low` to `high`."""
 
     distribution: Literal["uniform"]
+    """Speeds from `low` to `high`, all equally likely."""
     low: Factor = 0.5
+    """Lowest speed."""
     high: Factor = 1.0
+    """Highest speed."""
 
     @model_validator(mode="after")
     def _in_order(self) -> UniformSpeeds:

@@ -35,34 +35,39 @@ _Count = Annotated[int, Field(ge=1, le=1_000_000)]
 
 
 class Racks(Validated):
-    """Racks of so many consecutive `machines`, each behind an uplink.
-
-    `oversubscription`: the bandwidth of all cards of a rack, over that of its uplink. `latency`: seconds that a message
-    to another rack takes beside that of the cards.
-    """
+    """Racks of consecutive machines, each behind an uplink."""
 
     machines: _Count
+    """Consecutive machines of a rack. The last rack of a site may have fewer."""
     oversubscription: float = Field(default=1.0, ge=1, le=1e6)
+    """Bandwidth of all cards of a rack, over that of its uplink."""
     latency: Seconds = 0.0
+    """Time of a message between two racks beside the latency of the cards."""
 
 
 class Site(Validated):
-    """A site with the next so many `machines` of the cluster."""
+    """A site with the next machines of the cluster."""
 
     machines: _Count
+    """Machines of the site: the next ones, in the order of the cluster's `machines`. The sites have all machines
+    together.
+    """
 
 
 class SiteLine(Validated):
-    """The line between two sites: bytes per second in each direction, and seconds beside the latency of the cards."""
+    """The line between two sites."""
 
     bandwidth: Rate
+    """Bandwidth of each direction of the line between two sites."""
     latency: Seconds
+    """Time of a message over that line beside the latency of the cards."""
 
 
 class SitePair(SiteLine):
-    """The line between the two `sites` of these numbers."""
+    """The line between two given sites."""
 
     sites: tuple[Annotated[int, Field(ge=0)], ...]
+    """In a list of lines: the numbers of the two sites, from 0. The list names each pair once."""
 
     @model_validator(mode="after")
     def _two_sites(self) -> SitePair:
