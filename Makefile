@@ -3,7 +3,7 @@
 # make all    everything that must hold, whole products of tests included
 # make soak   tests that take hours together
 # make accelerator   build the device of tests/accelerator, where there is a C++ compiler
-# make test-gpu   the checks of docs/how-to/gpu.md that need a GPU and measure no speed
+# make test-gpu   the checks of docs/research/gpu.md that need a GPU and measure no speed
 # make docs   the documentation, into build/docs; warnings are errors
 # make bench  dure beside its peers; the table of docs/research/benchmarks.md
 # make bench-model  plans, networks, time to accuracy and returns against real runs, in hours

@@ -94,6 +94,22 @@ def test_python_blocks_run(page, index, raised_by):
     assert raised_by[page, index] == ""
 
 
+@pytest.mark.parametrize(
+    ("page", "example"),
+    [
+        ("add-method", "03_post_local"),
+        ("add-codec", "08_float8"),
+        ("add-topology", "09_star"),
+        ("add-pipeline", "10_eager_1f1b"),
+    ],
+)
+def test_the_member_on_a_page_is_that_of_its_example(page, example):
+    """The laws of members have rows for the examples."""
+    text = (ROOT / "docs" / "how-to" / f"{page}.md").read_text(encoding="utf-8")
+    member = re.search(r"^:caption: \w+\.py\n\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)[1]
+    assert member.strip() in (ROOT / "examples" / f"{example}.py").read_text(encoding="utf-8")
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     "example",
@@ -207,7 +223,7 @@ def test_the_table_of_the_readme_is_that_of_its_command():
 def test_the_korean_readme_has_the_figures_links_and_commands_of_the_english():
     fence, comment = re.compile(r"^```\w+\n.*?^```", re.MULTILINE | re.DOTALL), re.compile(r"#.*")
     english, korean = (
-        text.replace("README.ko.md", "README.md").replace("–", " ")
+        text.replace("README.ko.md", "README.md").replace("\u2013", " ")
         for text in ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "README.ko.md"))
     )
     code = [[comment.sub("", block).split() for block in fence.findall(text)] for text in (english, korean)]

@@ -38,7 +38,7 @@ def of_package(name):
 
 
 def of_hook(name):
-    return hasattr(Hook, name)
+    return hasattr(Hook, name) or f"self.{name} = " in inspect.getsource(Hook.__init__)
 
 
 KNOWN = {"replica": of_attached, "dure": of_package, "hook": of_hook}

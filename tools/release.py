@@ -2,7 +2,7 @@
 
     python tools/release.py 0.2.0
 
-It checks the tree, writes the version and the date wherever they stand, lets the first lines of the README install
+It checks the tree, writes the version and the date wherever they stand, lets the first lines of both READMEs install
 from the package index, builds into dist/, and checks what was built. It commits, tags and uploads nothing: it
 prints these commands at the end.
 
@@ -35,7 +35,7 @@ PLACES = {
 }
 """The files that have the version, and the places in each."""
 
-FIRST_LINES = ("README.md",)
+FIRST_LINES = ("README.md", "README.ko.md")
 CHECKOUT, PUBLISHED = 'pip install ".[all]" ./jobs ./studies', 'pip install "dure[all]"'
 """The line that installs dure, before and after it is on a package index."""
 

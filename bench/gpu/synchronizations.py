@@ -4,7 +4,7 @@
     python bench/gpu/synchronizations.py --device standin --table
 
 CUDA reports each synchronizing operation (`torch.cuda.set_sync_debug_mode`); the report has its place in the code. The
-stand-in counts its own, so that `--device standin` needs no GPU; the tables of `docs/how-to/gpu.md` have its counts.
+stand-in counts its own, so that `--device standin` needs no GPU; the tables of `docs/research/gpu.md` have its counts.
 """
 
 from __future__ import annotations

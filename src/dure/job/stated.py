@@ -1,6 +1,6 @@
 """Jobs whose seconds are stated: the times and sizes of blocks, read from a file. They train in virtual time only.
 
-    FILE.yaml                               # every quantity may have a unit (docs/explanations/virtual-time.md)
+    FILE.yaml                               # every quantity may have a unit (docs/reference/cluster-file.md)
         batch_size: 128                     # samples of the mini-batch that the rest is about
         input_nbytes: 77070336              # of its inputs
         blocks:                             # in the order of the computation

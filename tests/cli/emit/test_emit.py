@@ -462,13 +462,17 @@ def test_what_cannot_be_started_is_refused(arguments, sentence, tmp_path, capsys
         raise UsageError(errors)
 
 
-PAGE = (SOURCE.parent / "docs" / "how-to" / "launch.md").read_text(encoding="utf-8")
-SHOWN = re.findall(r"```console\n\$ dure (.*?)\n(.*?)```", PAGE, flags=re.DOTALL)
+PAGES = [SOURCE.parent / "docs" / "how-to" / f"{name}.md" for name in ("torchrun", "slurm", "kubernetes", "wifi")]
+SHOWN = re.compile(
+    r"```shell\ndure ([^\n]* --emit [^\n]*)\n```\n\n```\{code-block\} text\n:caption: Output\n(.*?)```", flags=re.DOTALL
+)
 
 
-def test_the_page_shows_what_its_commands_print(capsys):
-    assert len(SHOWN) == 6
-    for command, text in SHOWN:
+def test_the_pages_show_what_their_commands_print(capsys):
+    shown = [found for page in PAGES for found in SHOWN.findall(page.read_text(encoding="utf-8"))]
+    assert len(shown) == 8
+    assert {parse(shlex.split(command), {}).emit for command, _ in shown} == set(TARGETS)
+    for command, text in shown:
         assert printed(capsys, *shlex.split(command)) == text
 
 

@@ -5,10 +5,7 @@ A step takes
     (overhead + flops / flops_per_second) * factor / speed        or, with `seconds` given,
     (call + (seconds - call) * flops / reference) * factor / speed
 
-`reference`, the key `flops`, has the operations of the step that takes `seconds`; those of the job's own mini-batch if
-left out. `factor` is drawn for each step and has mean one. `speed` is constant for each worker. `call` is the part of a
-step that a call of the model takes whatever the number of samples; a pipeline pays it for each micro-batch, each stage
-its part. If left out, it is the overhead, or with `seconds` nothing.
+`reference` is the key `flops`. `factor` is drawn for each step and has mean one. `speed` is constant for each worker.
 
     distribution         factor                                            parameters
     constant             1
