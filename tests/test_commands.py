@@ -85,8 +85,11 @@ def lines(text):
 def run(block, folder):
     """The standard output of a block."""
     text = "\n".join(line for line in lines(block.text) if not ELSEWHERE.match(line))
+    variables = environment()
+    if "--emit" in text:  # an option that the environment gives is part of an emitted text
+        variables.pop("DURE_DATA", None)
     done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", text], cwd=folder, env=environment(), capture_output=True, text=True
+        ["bash", "-euo", "pipefail", "-c", text], cwd=folder, env=variables, capture_output=True, text=True
     )
     assert done.returncode == 0, (
         f"{block.text}\nended with {done.returncode}:\n{done.stderr[-4000:]}{done.stdout[-2000:]}"
