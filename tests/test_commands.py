@@ -73,7 +73,7 @@ def folder(tmp_path):
 def environment():
     sources = os.pathsep.join(str(ROOT / part) for part in ("src", "jobs/src", "studies/src"))
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
-    return {**os.environ, "PYTHONPATH": sources, "PATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
+    return {**os.environ, "PYTHONPATH": sources, "PATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "140"}
 
 
 def lines(text):
