@@ -172,7 +172,7 @@ def would_change(scene: Scene, rows: Sequence[Ranked], swept: Mapping[str, Sweep
     """Sentences with the bandwidths, workers, batches and durations of steps at which another strategy wins.
 
     If no value that was timed changes the answer, a sentence says so, and whether the seconds sufficed for all values.
-    With a target, as many steps lead to it at another bandwidth. With other workers or samples, their number is unknown.
+    With a target, as many steps lead to it at another bandwidth. With other workers or samples, it is unknown.
     """
     found = []
     winner, measured = rows[0].strategy, rows[0].seconds_to_target is not None
