@@ -22,8 +22,7 @@ the command that shows it, and the result here.
 
 `python docs/papers.py` writes this page from `studies/src/dure_studies/papers.toml`; `dure reproduce` prints the same
 rows. Minutes are those on two virtual cores. Seconds to an accuracy, and those of virtual workers, are in
-[virtual time](../explanations/virtual-time.md). Results of `dure reproduce` that depend on chance are means of three
-seeds. "Missing" names the feature that a row still needs.
+[virtual time](../explanations/virtual-time.md). "Missing" names the feature that a row still needs.
 """
 
 

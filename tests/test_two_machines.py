@@ -4,7 +4,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from test_commands import blocks, check_output, environment, lines
+from test_commands import ELSEWHERE, blocks, check_output, environment, lines
 
 from dure_studies import namespaces
 
@@ -17,7 +17,8 @@ SECONDS = 240.0
 
 
 def started(block, name, folder, address):
-    text = "\n".join(lines(block.text.replace(FIRST_ADDRESS, address)))
+    written = lines(block.text.replace(FIRST_ADDRESS, address))
+    text = "\n".join(line for line in written if not ELSEWHERE.match(line))
     command = ["ip", "netns", "exec", name, "bash", "-euo", "pipefail", "-c", text]
     return subprocess.Popen(
         command, cwd=folder, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -11,7 +12,7 @@ import pytest
 from dure.cli.drawing import draw
 from dure.cli.main import main
 
-DOCS = Path(__file__).parents[2] / "docs" / "images"
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 def told(capfd, *arguments):
@@ -34,9 +35,25 @@ def test_a_drawing_shows_the_timetable_and_the_figures(capfd, tmp_path, monkeypa
     assert ElementTree.parse(tmp_path / "pipedream.svg").getroot().get("role") == "img"
 
 
-def test_the_picture_in_the_documentation_is_the_one_of_the_command(tmp_path):
-    draw("pipedream:stages=4", [tmp_path / "now.svg"])
-    assert (tmp_path / "now.svg").read_text() == (DOCS / "pipedream.svg").read_text()
+def drawn():
+    """The members and the files of the commands of the gallery that draw."""
+    page = (DOCS / "gallery.md").read_text(encoding="utf-8")
+    return re.findall(r"^dure methods (\S+) --draw (\S+)$", page, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("member", "file"), drawn())
+def test_a_picture_of_the_gallery_is_the_one_of_its_command(member, file, tmp_path):
+    draw(member, [tmp_path / file])
+    assert (tmp_path / file).read_text() == (DOCS / "images" / file).read_text()
+
+
+def test_each_picture_of_the_gallery_has_its_command():
+    page = (DOCS / "gallery.md").read_text(encoding="utf-8")
+    pictures = re.findall(r"^!\[.+\]\(images/(\S+)\)$", page, re.MULTILINE)
+    assert len(drawn()) == 3
+    assert len(pictures) == len(re.findall(r"^!\[.+\n\n```.*\n(?::caption: Takes.*\n)?dure ", page, re.MULTILINE)) >= 8
+    for picture in pictures:
+        assert (DOCS / "images" / picture).stat().st_size < 300_000, picture
 
 
 def test_the_figures_are_there_as_json(capfd, tmp_path):
