@@ -19,7 +19,8 @@ DureError
     │   ├── Superseded   the update comes too late to count
     │   └── WorkOver     no step is left to start
     ├── PeerLost         the connection to the other node is lost
-    │   └── GreetingLost it was lost before both nodes had identified themselves
+    │   ├── GreetingLost it was lost before both nodes had identified themselves
+    │   └── NobodyListens no process listens at the address of the other node
     ├── CallTimeout      no reply in time
     ├── AlteredNote      a note in the store where ranks meet is none of theirs
     └── DamagedFrame     bytes differ from the frame that was sent

@@ -27,7 +27,7 @@ from dure.planner.explain import bottlenecks, unstated, why, would_change, writt
 from dure.planner.learning import learned
 from dure.planner.options import PlanOptions
 from dure.planner.plan import LARGE, plan, scene_of
-from dure.planner.ranking import ranked
+from dure.planner.ranking import ranked, with_target
 from dure.planner.search import Found
 from dure.planner.side_by_side import Deadline
 from dure.planner.sweeps import Sweep, of_workers, sweeps, with_bandwidth, with_equal_workers, without_limits
@@ -411,3 +411,19 @@ def test_unequal_links_change_by_a_share_of_their_bandwidths():
         ("unequal", "At 1/16 of all bandwidths (500 Mbit/s) or less"),
     ):
         assert would_change(scenes[kind], [bsp], {"bandwidth": swept}, Deadline(0.0))[0] == f"{said}: averaging."
+
+
+def test_changes_of_an_answer_by_a_target_count_its_measured_steps():
+    """`averaging` has the better assumed score at each bandwidth, and was measured to need many more steps."""
+    scene = Scene(load_job("digits-mlp"), cluster(), 128)
+    bsp, averaging = (ranked(each, timed(scene, each), scene) for each in ("bsp", "averaging"))
+    assert averaging.score > bsp.score
+    swept = Sweep("bytes per second", 1e9, 3)
+    for bandwidth in (1e7, 1e9, 1e11):
+        swept.add(bandwidth, [bsp, averaging])
+    assumed = would_change(scene, [bsp, averaging], {"bandwidth": swept}, Deadline(0.0))
+    assert [each.partition(": ")[2] for each in assumed] == ["averaging.", "averaging."]
+    known = [with_target(bsp, 1.0), with_target(averaging, 50.0)]
+    unchanged, other = would_change(scene, known, {"bandwidth": swept, "batch": swept}, Deadline(0.0))
+    assert unchanged.startswith("No change that was timed alters the answer: bandwidth")
+    assert other == "Other numbers of workers and samples were not tried with the target."

@@ -112,7 +112,10 @@ def table(values: dict[str, Any]) -> Any:
     heads += ["to target"] * timed + ["cost/h"] * priced
     for head in heads:
         shown.add_column(
-            head, justify="left" if head in ("strategy", "bottleneck") else "right", no_wrap=head != "strategy"
+            head,
+            justify="left" if head in ("strategy", "bottleneck") else "right",
+            no_wrap=head != "strategy",
+            overflow="fold",  # a name that is cut is the name of several strategies
         )
     for row in [*rows[:SHOWN], *(row for row in rows[SHOWN:] if row["strategy"] in (ONE, PLAIN))]:
         cells = [

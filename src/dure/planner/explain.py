@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ from dure.core import units
 from dure.errors import DureError
 from dure.partition.mesh import pipeline_of
 from dure.planner.candidates import ONE, PLAIN, Scene, narrow, shape_of, sharded, single, wide
-from dure.planner.ranking import Ranked, in_order, ranked
+from dure.planner.ranking import Ranked, in_order, ranked, retimed
 from dure.planner.side_by_side import Deadline, timings
 from dure.planner.sweeps import (
     Sweep,
@@ -171,9 +172,12 @@ def would_change(scene: Scene, rows: Sequence[Ranked], swept: Mapping[str, Sweep
     """Sentences with the bandwidths, workers, batches and durations of steps at which another strategy wins.
 
     If no value that was timed changes the answer, a sentence says so, and whether the seconds sufficed for all values.
+    With a target, as many steps lead to it at another bandwidth. With other workers or samples, it is unknown.
     """
     found = []
-    winner = rows[0].strategy
+    winner, measured = rows[0].strategy, rows[0].seconds_to_target is not None
+    if measured:
+        swept = {name: _to_target(sweep, rows) for name, sweep in swept.items() if name == "bandwidth"}
     for name, sweep in swept.items():
         for value, other in _others(sweep, winner):
             text = _value(name, value) + ("" if name == "bandwidth" else f" {sweep.unit}")
@@ -181,10 +185,18 @@ def would_change(scene: Scene, rows: Sequence[Ranked], swept: Mapping[str, Sweep
                 text = f"{Fraction(value / sweep.now).limit_denominator(1000)} of all bandwidths ({text})"
             side = "less" if value < sweep.now else "more"
             found.append(f"At {text} or {side}: {other}.")
-    best = _winner_on(scene.on(with_stragglers(scene.cluster)), [row.strategy for row in rows[:BEST]], deadline)
+    best = _winner_on(scene.on(with_stragglers(scene.cluster)), rows[:BEST], deadline)
     if best is not None and best != winner:
         found.append(f"If the durations of steps varied (log-normal, sigma 0.5): {best}.")
-    return found or [_no_change(swept, varied=best is not None)]
+    found = found or [_no_change(swept, varied=best is not None)]
+    return [*found, "Other numbers of workers and samples were not tried with the target."] if measured else found
+
+
+def _to_target(sweep: Sweep, rows: Sequence[Ranked]) -> Sweep:
+    """`sweep` with the seconds to the target of the strategies whose seconds to it are known."""
+    known = {row.strategy: row for row in rows if row.seconds_to_target is not None}
+    again = [[row and known.get(row.strategy) and retimed(known[row.strategy], row) for row in at] for at in sweep.rows]
+    return replace(sweep, rows=again)
 
 
 def _has_unequal_links(cluster: Cluster) -> bool:
@@ -225,10 +237,11 @@ def _others(sweep: Sweep, winner: str) -> list[tuple[float, str]]:
     return found
 
 
-def _winner_on(scene: Scene, strategies: Sequence[str], deadline: Deadline) -> str | None:
-    wanted = [(0, strategy) for strategy in strategies]
+def _winner_on(scene: Scene, rows: Sequence[Ranked], deadline: Deadline) -> str | None:
+    before = {row.strategy: row for row in rows}
+    wanted = [(0, strategy) for strategy in before]
     found = [
-        ranked(strategy, timing, scene)
+        retimed(before[strategy], ranked(strategy, timing, scene))
         for (_, strategy), timing in timings([scene], wanted, deadline)
         if isinstance(timing, Timing)
     ]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from dure.core.spec_text import machines_in_line
 from dure.planner.candidates import PLAIN, Scene
 from dure.planner.open_facts import ClusterFact, extremes, open_facts
-from dure.planner.ranking import Ranked, in_order, ranked, with_target
+from dure.planner.ranking import Ranked, in_order, ranked, retimed
 from dure.planner.side_by_side import Deadline, timings
 from dure.planner.timing import Timing
 from dure.report.labels import samples_text, seconds_text
@@ -161,7 +161,11 @@ class _Trials:
         missed = {number for (number, _), timing in found.items() if isinstance(timing, float)}
         for number, point in enumerate(points):
             timed = [(row, found[number, row.strategy]) for row in rows]
-            again = [_again(row, timing, scenes[number]) for row, timing in timed if isinstance(timing, Timing)]
+            again = [
+                retimed(row, ranked(row.strategy, timing, scenes[number]))
+                for row, timing in timed
+                if isinstance(timing, Timing)
+            ]
             self.rows[point] = again
             if again and number not in missed:
                 simplest = sorted(again, key=lambda row: self._order.index(row.strategy))
@@ -186,13 +190,6 @@ class _Trials:
         for name, words in point:
             cluster = self._facts[name].values[words](cluster)
         return cluster
-
-
-def _again(row: Ranked, timing: Timing, scene: Scene) -> Ranked:
-    """`row` with another timing. As many steps lead to a target that was reached."""
-    target = row.seconds_to_target
-    reached = None if target is None else target * timing.seconds / row.timing.seconds
-    return with_target(ranked(row.strategy, timing, scene), reached)
 
 
 # ---- in words
@@ -222,6 +219,8 @@ MORE = "give more with --within"
 def _range(found: FactRanges, strategy: str) -> str:
     low, high = found.samples(strategy)
     short, long = map(seconds_text, _steps(found, strategy))
+    if low == high:
+        return f"{strategy} has {samples_text(low)} samples/s with the values that were timed"
     return f"{strategy} has {samples_text(low)} to {samples_text(high)} samples/s (steps of {short} to {long})"
 
 

@@ -175,3 +175,9 @@ def _is_as_good(alone: Ranked, other: Ranked) -> bool:
 def with_target(each: Ranked, seconds: float | None) -> Ranked:
     """`each` with the measured seconds to the target."""
     return replace(each, seconds_to_target=seconds)
+
+
+def retimed(row: Ranked, other: Ranked) -> Ranked:
+    """`other`, the strategy of `row` with another timing. As many steps lead to a target that was reached."""
+    target = row.seconds_to_target
+    return with_target(other, None if target is None else target * other.timing.seconds / row.timing.seconds)

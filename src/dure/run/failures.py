@@ -153,7 +153,7 @@ class LivenessMonitor:
         self._named[name] = state
         if state == "frozen":
             left = f"after {limits.frozen_after:g} s it is given up"
-            log.warning("%s is frozen: no heartbeat for %g s; %s.", name, limits.warn_after, left)
+            log.warning("%s is frozen: no heartbeat for %.3g s; %s.", name, limits.warn_after, left)
         elif before == "frozen":
             log.warning("%s is no longer frozen.", name)
 

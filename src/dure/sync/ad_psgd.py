@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ADPSGD:
-    """Gossip: each worker averages its model with one neighbor at a time, beside its gradients."""
+    """Gossip: each worker averages its model with one neighbor at a time, while it computes gradients."""
 
     paper: ClassVar[str] = (
         "Lian, Zhang, Zhang and Liu, Asynchronous Decentralized Parallel Stochastic Gradient Descent, ICML 2018"

@@ -51,7 +51,7 @@ _PORTIONS, _SAMPLES = 0, 1
 
 @dataclass(frozen=True, slots=True)
 class AsySVRG:
-    """SGD with variance reduction on one model in shared memory, without locks and at a constant rate."""
+    """Variance-reduced SGD on one model in shared memory, without locks and with a constant rate."""
 
     paper: ClassVar[str] = "Zhao and Li, Fast Asynchronous Parallel Stochastic Gradient Descent, AAAI 2016"
 

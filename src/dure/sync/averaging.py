@@ -68,7 +68,7 @@ _CHOICES = {
 
 @dataclass(frozen=True, slots=True)
 class Averaging:
-    """Local SGD: workers train alone and average their models every `period` steps, or when `schedule` says so."""
+    """Local SGD: workers train alone and average their models every `period` steps; `schedule` changes the period."""
 
     paper: ClassVar[str] = (
         "Su and Chen, Experiments on Parallel Training of Deep Neural Network using Model Averaging, 2015"
@@ -84,7 +84,7 @@ class Averaging:
     schedule: Literal["fixed", "decay", "overhead", "adaptive", "epoch"] = parameter(
         "fixed",
         "fixed: a constant period; decay: times `factor`; overhead: by measured times; adaptive: by the loss; "
-        "epoch: `period` is that of a pass of all workers over the samples, whatever is given",
+        "epoch: the steps of one pass of all workers over the samples; `period` is ignored",
     )
     factor: float = parameter(
         0.5, "schedule=decay or adaptive: factor of the period at a change", range="> 0, <= 1", symbol="γ"
@@ -185,7 +185,7 @@ class Averaging:
 
 @dataclass(frozen=True, slots=True)
 class OneShot:
-    """Independent training of every worker, and one average of all models at the end.
+    """Each worker trains alone, and all models are averaged once, at the end.
 
     Zinkevich, Weimer, Smola, Li, "Parallelized Stochastic Gradient Descent", NeurIPS 2010, algorithm 3.
 

@@ -54,7 +54,7 @@ class _Sent(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BMUF:
-    """Model averaging every `period` steps, where the mean model moves with momentum."""
+    """Model averaging every `period` steps, in which the mean model moves with momentum."""
 
     paper: ClassVar[str] = (
         "Chen and Huo, Scalable Training of Deep Learning Machines by Incremental Block Training with "

@@ -119,7 +119,7 @@ class EASGD(_Elastic):
 
 @dataclass(frozen=True, slots=True)
 class EAMSGD(_Elastic):
-    """Elastic averaging with Nesterov momentum at the workers, and none at the center."""
+    """Elastic averaging in which workers, but not the center, move with Nesterov momentum."""
 
     momentum: float = parameter(0.9, "Nesterov momentum of the workers' own steps", range=">= 0, < 1", symbol="δ")
 

@@ -82,7 +82,7 @@ class Hogwild:
 
 @dataclass(frozen=True, slots=True)
 class HogBatch:
-    """Hogwild! with one write to the shared model for `batch` mini-batches."""
+    """Hogwild! in which a worker writes to the shared model once in `batch` mini-batches."""
 
     paper: ClassVar[str] = (
         "Sallinen et al., High Performance Parallel Stochastic Gradient Descent in Shared Memory, IPDPS 2016"

@@ -63,7 +63,7 @@ LONGEST = 1e6
 
 @dataclass(frozen=True, slots=True)
 class LBFGS:
-    """Distributed L-BFGS: a coordinator commands vectors on servers, workers evaluate parts of a large batch."""
+    """Distributed L-BFGS: workers evaluate parts of a large batch, and a coordinator commands vectors on servers."""
 
     paper: ClassVar[str] = "Dean et al., Large Scale Distributed Deep Networks, NeurIPS 2012"
 

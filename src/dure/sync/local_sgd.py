@@ -11,7 +11,8 @@
 | `fixed`    | the last one                                                                               |
 | `decay`    | `factor` times the last one, every `interval` steps                                        |
 | `adaptive` | every `interval` steps: ceil(sqrt(F / F_0) times the first period), where F is the mean    |
-|            | loss of the round and F_0 of the first; `factor` times the last one if that is less        |
+|            | loss of the round and F_0 of the first; if this is no less than the last period, `factor`  |
+|            | times the last period                                                                      |
 | `overhead` | the least one at which averaging takes at most `overhead` of the time                      |
 | `epoch`    | the steps of one pass of all workers over all samples                                      |
 

@@ -87,7 +87,7 @@ class _OfWorkers(_Quorum):
 
     traits: ClassVar[Traits]
 
-    k: int | None = _k("workers whose gradients make an update; none: all but one in twenty, or all but one", "workers")
+    k: int | None = _k("workers whose gradients make an update; none: all less one in twenty (at least one)", "workers")
 
     def adapted(self) -> Traits:
         """The traits under these parameters."""
@@ -124,12 +124,12 @@ class KSync(_OfWorkers):
 
 @dataclass(frozen=True, slots=True)
 class KBatchSync(_Quorum):
-    """Synchronous SGD on the first `k` mini-batches of any workers; unfinished ones start over."""
+    """Synchronous SGD on the first `k` mini-batches of any workers; workers with unfinished ones start over."""
 
     advice: ClassVar[str] = "Use 1 for the first that comes."
 
     k: int | None = _k(
-        "mini-batches that make an update; none: as many as all workers but one in twenty, or but one", "mini-batches"
+        "mini-batches that make an update; none: all workers less one in twenty (at least one)", "mini-batches"
     )
 
     traits: ClassVar[Traits] = Traits(
@@ -155,7 +155,7 @@ class KBatchSync(_Quorum):
 
 @dataclass(frozen=True, slots=True)
 class KAsync(_OfWorkers):
-    """Asynchronous SGD on the gradients of any `k` workers, however stale; those `k` wait for the update."""
+    """Asynchronous SGD on the gradients of any `k` workers, of any staleness; those `k` workers wait for the update."""
 
     advice: ClassVar[str] = "Use 1 for asynchronous SGD."
 
@@ -181,12 +181,12 @@ class KAsync(_OfWorkers):
 
 @dataclass(frozen=True, slots=True)
 class KBatchAsync(_Quorum):
-    """Asynchronous SGD on any `k` gradients, however stale; no worker waits."""
+    """Asynchronous SGD on any `k` gradients, of any staleness; no worker waits."""
 
     advice: ClassVar[str] = "Use 1 for asynchronous SGD."
 
     k: int | None = _k(
-        "mini-batches that make an update; none: as many as all workers but one in twenty, or but one", "mini-batches"
+        "mini-batches that make an update; none: all workers less one in twenty (at least one)", "mini-batches"
     )
 
     traits: ClassVar[Traits] = Traits(
@@ -217,7 +217,7 @@ class Backup:
 
     backups: int | None = parameter(
         None,
-        "slowest workers that a step goes on without; none: one in twenty, at least one",
+        "slowest workers for which a step does not wait; none: one in twenty, at least one",
         range=">= 0",
         unit="workers",
         symbol="b",

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DCASGD:
-    """A correction of each gradient, to first order, for how far the model has moved since it was read.
+    """Corrects each gradient, to first order, for the change of the model since the worker pulled it.
 
     Zheng et al., "Asynchronous Stochastic Gradient Descent with Delay Compensation", ICML 2017.
 
@@ -120,7 +120,7 @@ class DCASGD:
 
 @dataclass(frozen=True, slots=True)
 class StalenessLR:
-    """The rate of each gradient, divided by its staleness.
+    """Divides the learning rate of each gradient by its staleness.
 
     Zhang, Gupta, Lian and Liu, "Staleness-Aware Async-SGD for Distributed Deep Learning", IJCAI 2016.
 
@@ -159,7 +159,7 @@ class StalenessLR:
 
 @dataclass(frozen=True, slots=True)
 class MomentumCompensation:
-    """The momentum of the servers, reduced by the momentum that asynchrony adds.
+    """Reduces the momentum of the servers by the momentum that asynchrony adds.
 
     Mitliagkas, Zhang, Hadjis and Re, "Asynchrony Begets Momentum, with an Application to Deep Learning", Allerton 2016.
 

@@ -311,7 +311,7 @@ class RankMonitor(HeartbeatService):
             self._named.discard(name)
         elif name not in self._named:
             self._named.add(name)
-            log.warning("%s is frozen: no heartbeat for %g s.", name, self._frozen_after / NAMED)
+            log.warning("%s is frozen: no heartbeat for %.3g s.", name, self._frozen_after / NAMED)
         if silent >= self._frozen_after and not self._reason:
             self._reason = self._sentence(name)
 

@@ -13,11 +13,11 @@ HOSTED = ("hierarchical", "torus")
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """All workers among themselves, by collective operations (all_reduce, broadcast).
+    """All workers communicate by collective operations (all_reduce, broadcast), without a server.
 
-    `algorithm="engine"` is that of `torch.distributed` (in virtual time, its closed form); the others are written from
-    sends (`topology.collective`). `per_host`, for "hierarchical" and "torus": ranks in a row that are on one host;
-    None: the ranks of one machine of the run.
+    With `algorithm="engine"` `torch.distributed` carries them out; in virtual time they cost its closed form. The other
+    algorithms are written from sends (`topology.collective`). For "hierarchical" and "torus", `per_host` is the number
+    of consecutive ranks on one host; None: the ranks of one machine of the run.
     """
 
     paper: ClassVar[str] = (

@@ -13,11 +13,11 @@ GRAPHS = ("ring", "exponential", "random-regular", "complete")
 
 @dataclass(frozen=True, slots=True)
 class Gossip:
-    """Every worker has a model of its own and averages it with one neighbor in a graph at a time.
+    """Each worker has its own model, and averages it with one neighbor in a graph at a time.
 
     `graph` is "ring", "exponential", "random-regular" (of `degree`, drawn with `seed`), "complete", pairs of ranks as
-    in "0-1/1-2/2-0", or a file: an edge list, or GraphML if its name ends so (`topology.gossip.graph`). A networkx
-    graph is kept as its pairs.
+    in "0-1/1-2/2-0", or a file: GraphML if its name ends in `.graphml`, else an edge list (`topology.gossip.graph`). A
+    graph of networkx is stored as its pairs.
     """
 
     paper: ClassVar[str] = "Lian et al., Asynchronous Decentralized Parallel Stochastic Gradient Descent, ICML 2018"

@@ -12,9 +12,9 @@ from dure.core.catalogue import parameter
 class Hybrid:
     """Dense gradients travel by all_reduce, rows of embeddings through servers that hold the rows.
 
-    `servers` says which parameters servers hold: "auto" those of which a step reads so few rows that this moves fewer
-    bytes (`topology.hybrid`), "none", "all", or names, as in `servers=bag.weight/out.bias`. There are `shards` servers,
-    as many as workers unless said; `colocated` puts them on the workers' machines.
+    `servers` selects the parameters that servers hold: "none", "all", names as in `servers=bag.weight/out.bias`, or
+    "auto": those of which a step reads so few rows that servers move fewer bytes (`topology.hybrid`). `shards` is the
+    number of servers, by default that of workers; `colocated` puts them on the workers' machines.
     """
 
     paper: ClassVar[str] = (

@@ -19,10 +19,10 @@ BOUND = 1_000_000
 class ParameterServer:
     """Servers hold the model in `shards`; each worker pushes to them and pulls from them.
 
-    `split="memory"` cuts the flat parameters into equal ranges; `"layer"` keeps layers whole, the largest placed
-    first; `"keys"` gives each server as many whole layers, in their order; `"hybrid"` cuts layers of `bound` elements
-    or more over all servers and keeps smaller ones whole.
-    `colocated` puts each shard into a helper process on a worker's machine, in place of a machine of its own.
+    `split="memory"` cuts the flat parameters into equal ranges. `"layer"` keeps layers whole and places the largest
+    first. `"keys"` gives each server equally many whole layers, in their order. `"hybrid"` cuts layers of `bound`
+    elements or more over all servers, and keeps smaller ones whole. `colocated` puts each shard into a helper process
+    on a worker's machine instead of its own machine.
     """
 
     paper: ClassVar[str] = "Li et al., Scaling Distributed Machine Learning with the Parameter Server, OSDI 2014"

@@ -12,9 +12,9 @@ from dure.core.catalogue import parameter
 class SharedMemory:
     """One model in the memory of one machine; every worker reads and writes it in place.
 
-    `mode="racy"` writes without locks: what two workers add to a number at the same moment may lose one of the two.
-    `"atomic"` loses nothing: each of `locks` equal ranges of the model has a lock of its own, held while it is written
-    to; with one, updates are written one after another.
+    `mode="racy"` writes without locks: if two workers add to a number at the same moment, one addition may be lost.
+    `"atomic"` loses no addition: a worker holds the lock of each of `locks` equal ranges while it writes to that range.
+    With one lock, updates are written one after another.
     """
 
     paper: ClassVar[str] = (
