@@ -127,5 +127,5 @@ def test_it_lists_the_methods_that_go_on_from_a_state():
     keeping = [
         name for name, found in ways.items() if "collective" in found and has_state(sync=name, topology="collective")
     ]
-    assert named("goes on exactly", ATTACH) == [*keeping, "collective"]
+    assert named("resumes exactly", ATTACH) == [*keeping, "collective"]
     assert not any(has_state(sync=name, topology="gossip") for name, found in ways.items() if "gossip" in found)
