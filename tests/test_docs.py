@@ -292,7 +292,7 @@ def test_the_page_of_jobs_names_every_published_model():
 
 def test_every_public_name_has_one_place_in_the_reference():
     pages = [path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "reference").rglob("*.md")]
-    by_name = re.findall(r"^\.\. auto(?:class|function):: dure\.(\w+)$", "\n".join(pages), re.MULTILINE)
+    by_name = re.findall(r"^\.\. auto(?:class|function):: dure\.(\w+)(?:\(.*\))?$", "\n".join(pages), re.MULTILINE)
     axes = re.findall(r"^```\{members\} (.+)$", "\n".join(pages), re.MULTILINE)
     assert sorted(axes) == sorted([*AXES, *JOINS])
     of_axes = [place.rpartition(":")[2] for axis in axes for place in one_catalogue(axis).values()]
