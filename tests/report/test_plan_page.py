@@ -257,7 +257,7 @@ def test_the_policy_lets_only_the_script_of_the_page_run():
 def themes():
     """The custom properties of the light and of the dark page."""
     blocks = re.findall(r":root \{(.*?)\}", render_plan({}), re.DOTALL)
-    shared, own, dark = (dict(re.findall(r"--([\w-]+): (#[0-9a-f]{3,6})", block)) for block in blocks)
+    shared, dark, own = (dict(re.findall(r"--([\w-]+): (#[0-9a-f]{3,6})", block)) for block in blocks)
     light = shared | own
     return {"light": light, "dark": light | dark}
 
