@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 import dure
+from dure.codec.blocks import require_finite
 from dure.errors import DamagedMessage
 
 LARGEST, MOST = 448.0, torch.finfo(torch.float32).max
@@ -27,11 +28,14 @@ class Float8(dure.Codec):
 class Float8Coder(dure.Coder):
     """Encodes and decodes one slice."""
 
+    looks = True  # encode_finite itself refuses NaN and infinity, also on a GPU
+
     @property
     def most_bytes(self):
         return 4 + self.numel
 
     def encode_finite(self, values):
+        require_finite(values)
         values = values.float().clamp(-MOST, MOST)  # of float64
         most = torch.cat([values.abs(), values.new_full((1,), 1e-30)]).amax()
         scaled = (values / most * LARGEST).to(torch.float8_e4m3fn)
