@@ -81,7 +81,8 @@ def attach(
     """Attach `model` to a method, for a training loop of the user's own on all ranks that were started together.
 
     Every rank calls this in the same place, with the same model and optimizer; all start from rank 0's values. `sync`,
-    `topology`, `codec` and `partition` are those of a `Strategy`; a partition is refused here, with other ways.
+    `topology` and `codec` are those of a `Strategy`. `partition` can only be "none", because each rank has the whole
+    model: for any other value, the error names the call to use instead.
     `shard="zero:stage=1"` has each rank keep the optimizer's state of its part of the model alone, and `"zero:stage=2"`
     its part of the gradient alone; both under `bsp` over collectives, where parameters are whole at each rank.
     `batch_size` is this rank's weight in means, where ranks differ. The optimizer does not change a parameter without a
