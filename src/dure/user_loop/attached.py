@@ -149,8 +149,9 @@ class Attached:
         """This rank's share of `dataset`, for `DataLoader(dataset, sampler=...)`; each pass is a new order.
 
         `split` is "iid" (disjoint equal parts), "dirichlet:alpha=0.1" (disjoint parts with unequal shares of the
-        classes; less alpha, less equal) or "whole" (all samples, each rank in an order of its own). "dirichlet" needs
-        `targets`, the class of each sample; left out, they are those of `dataset`.
+        classes; a smaller alpha makes them less equal), "whole" (all samples, each rank in an order of its own) or
+        "striped" (one order for all ranks, each its part of it). "dirichlet" needs `targets`, the class of each sample;
+        left out, they are those of `dataset`.
         """
         return share_of(dataset, self.rank, self.world_size, split=split, seed=seed, targets=targets)
 
