@@ -213,11 +213,11 @@ def train(
 ) -> Run:
     """Train `job` with several workers, for real or in virtual time; return its record.
 
-    `job` is a built-in name, `"FILE.py:FUNCTION"`, either with parameters (`"mnist-mlp:depth=7"`), or a `Job` (virtual
-    time only: processes must be able to make it again). `sync` is a method as text (`"ssp:bound=3"`) or as an object
-    (`SSP(bound=3)`); with "auto" a plan that takes `within` seconds chooses the whole strategy. `on` is "local" (also
-    if left out), "torchrun", "virtual", a cluster file, or a `Cluster`. `options` are those
-    of the command `dure train`, by name.
+    `job` is a name, as `"mnist-mlp"`, `"mnist-mlp:depth=7"` or `"FILE.py:FUNCTION"`, or a `Job`. A `Job` runs in
+    virtual time only, because each process of a real run has to make the job by its name. `sync` is a method as text
+    (`"ssp:bound=3"`) or as an object (`SSP(bound=3)`); with "auto" a plan of `within` seconds chooses the whole
+    strategy. `on` is "local" (the default), "torchrun", "ray", "virtual", a cluster file, or a `Cluster`. `options` are
+    the options of the command `dure train`, by name.
 
     Raises:
         UsageError: the options contradict each other; the message names the nearest that work.

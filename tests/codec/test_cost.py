@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from support.wording import raising
 
 import dure
 from dure.codec import CATALOGUE
-from dure.codec.cost import cost_of, stated
+from dure.codec.cost import cost_of
 from dure.codec.feedback import Momentum
 from dure.codec.one_bit import OneBit
 from dure.codec.sign import Sign
+from dure.core.catalogue import load
 from dure.core.cost import CodecCost, Line
 from dure.core.node import CodecWork
 from dure.errors import UsageError
@@ -67,17 +70,39 @@ def test_a_cost_is_that_of_all_calls() -> None:
 
 def test_the_cluster_file_precedes_the_statement_for_the_same_name() -> None:
     own = CodecCost(encode=Line(start=1.0))
-    assert cost_of("sign", {"sign": own}) is own
-    assert cost_of("sign", {}) is Sign.cost
-    assert cost_of("sign+momentum", {"sign": own}) is Momentum.costs["sign"]
-    assert cost_of("sign+momentum", {"sign+momentum": own}) is own
-    assert cost_of("1bit+momentum", {"1bit": own}) is own
-    assert cost_of("1bit+momentum", {}) is OneBit.cost
-    assert cost_of("fp32", {}) == cost_of("lab/mine.py:Mine", {}) == CodecCost()
+    assert cost_of("sign", {"sign": own}, Sign.cost) is own
+    assert cost_of("sign", {}, Sign.cost) is Sign.cost
+    assert cost_of("sign+momentum", {"sign": own}, Sign.cost) is Momentum.costs["sign"]
+    assert cost_of("sign+momentum", {"sign+momentum": own}, Sign.cost) is own
+    assert cost_of("1bit+momentum", {"1bit": own}, OneBit.cost) is own
+    assert cost_of("1bit+momentum", {}, OneBit.cost) is OneBit.cost
+
+
+MINE = """
+from dataclasses import dataclass
+from typing import ClassVar
+
+from dure import Int8
+from dure.core.catalogue import load
+from dure.core.cost import CodecCost, Line
+
+@dataclass(frozen=True, slots=True)
+class Mine(Int8):
+    cost: ClassVar[CodecCost] = CodecCost(encode=Line(start=1.0))
+"""
+
+
+def test_a_codec_in_a_file_costs_what_its_class_or_the_cluster_states(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(MINE)
+    mine = f"{tmp_path / 'mine.py'}:Mine"
+    assert run(f"bsp ps {mine}", cluster("1bit", CodecCost()))["seconds"] == pytest.approx(STEPS * 1.0, rel=0.1)
+    measured = CodecCost(encode=Line(start=3.0))
+    assert run(f"bsp ps {mine}", cluster(mine, measured))["seconds"] == pytest.approx(STEPS * 3.0, rel=0.1)
+    assert run("bsp ps", cluster(mine, measured))["seconds"] < STEPS * 0.1  # a file that names it serves other runs
 
 
 def test_every_codec_states_its_cost() -> None:
-    assert {name for name in CATALOGUE if stated(name) == CodecCost()} == {"fp32"}
+    assert {name for name, place in CATALOGUE.items() if load(place).cost == CodecCost()} == {"fp32"}
 
 
 def test_a_cluster_file_s_codecs_are_codecs() -> None:

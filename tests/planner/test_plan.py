@@ -413,6 +413,16 @@ def test_unequal_links_change_by_a_share_of_their_bandwidths():
         assert would_change(scenes[kind], [bsp], {"bandwidth": swept}, Deadline(0.0))[0] == f"{said}: averaging."
 
 
+def test_a_value_at_which_no_strategy_works_is_a_change():
+    scene = Scene(load_job("digits-mlp"), cluster(), 128)
+    bsp = ranked("bsp", timed(scene, "bsp"), scene)
+    swept = Sweep("samples per step", 128, 2)
+    swept.add(128, [bsp])
+    swept.add(256, [None])  # as where a larger batch does not fit into memory
+    (said,) = would_change(scene, [bsp], {"batch": swept}, Deadline(0.0))
+    assert said == "At 256 samples per step or more: none of the best strategies works."
+
+
 def test_changes_of_an_answer_by_a_target_count_its_measured_steps():
     """`averaging` has the better assumed score at each bandwidth, and was measured to need many more steps."""
     scene = Scene(load_job("digits-mlp"), cluster(), 128)

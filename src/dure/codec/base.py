@@ -59,7 +59,10 @@ class Codec(ABC):
         """A new coder for one slice. `seed` starts the random numbers that the coder draws."""
 
     def keeps(self, senders: int) -> CodecMemory:
-        """The vectors that its coders and its vote keep for so many `senders`: if not declared, as an error memory."""
+        """The vectors that its coders and its vote keep, for a number of `senders`.
+
+        The default is one vector at each side, as for an error memory.
+        """
         return CodecMemory(1, 1)
 
     def vote(self) -> Vote | None:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dure.codec import CATALOGUE, WRAPPERS
+from dure.codec import WRAPPERS
 from dure.codec.base import Codec, Vote
 from dure.codec.coder import Coder, DenseCoder, FeedbackCoder, MomentumCoder, SliceLayout
 from dure.core.catalogue import load
@@ -41,23 +41,18 @@ if TYPE_CHECKING:
     from dure.job.job import Job
 
 
-def cost_of(name: str, given: Mapping[str, CodecCost]) -> CodecCost:
-    """The cost of a codec with its wrappers, such as "sign+momentum".
+def cost_of(name: str, given: Mapping[str, CodecCost], own: CodecCost) -> CodecCost:
+    """The cost of a codec with its wrappers, such as "sign+momentum", whose class states the cost `own`.
 
-    The order of precedence: `given` for the whole name, the statement of the wrapper, `given` for the codec alone, the
-    statement of the codec. A codec outside of the catalogue costs nothing unless `given` names it.
+    The order of precedence: `given` for the whole name, the statement of the wrapper, `given` for the codec alone,
+    `own`.
     """
     codec, _, wrapper = name.partition("+")
     joined = load(WRAPPERS[wrapper]).costs if wrapper in WRAPPERS else {}  # type: ignore[attr-defined]
     if name in given or codec not in joined:
-        return given.get(name) or given.get(codec) or stated(codec)
+        return given.get(name) or given.get(codec) or own
     cost: CodecCost = joined[codec]
     return cost
-
-
-def stated(codec: str) -> CodecCost:
-    """The cost that a codec's class states, without wrappers."""
-    return load(CATALOGUE[codec]).cost if codec in CATALOGUE else CodecCost()  # type: ignore[attr-defined]
 
 
 Points = dict[str, list[tuple[int, float]]]

@@ -127,7 +127,7 @@ class Cancelled(Exception):
 
 
 class EndOfWork(Exception):
-    """No work is left. Thrown into a pending `gradient()`; a method may catch it and await further operations."""
+    """No work is left: a pending `gradient()` raises this. A method may catch it, and await further operations."""
 
 
 class Suspend(BaseException):

@@ -99,7 +99,7 @@ def check_version(package: str, tested: str, owner: type, methods: tuple[str, ..
 
 
 def route(optimizer: AcceleratedOptimizer, replica: Attached) -> None:
-    """Have the steps of Accelerate's wrapper be those of the replica, also under its gradient scaler."""
+    """Make each step of Accelerate's wrapper a step of the replica, also under its gradient scaler."""
     optimizer.optimizer = routed = replica.routed_optimizer
     scaler = optimizer.scaler
     if scaler is None:
@@ -120,7 +120,7 @@ def route(optimizer: AcceleratedOptimizer, replica: Attached) -> None:
 
 
 def hold_back(accelerator: Accelerator, module: nn.Module, replica: Attached) -> None:
-    """Have `accelerator.no_sync` and `accumulate` hold back the exchange of an attached module until it is closed."""
+    """Let `accelerator.no_sync` and `accumulate` defer the exchange of an attached module, until it is closed."""
     before = accelerator.no_sync
 
     @contextmanager
@@ -192,9 +192,9 @@ class _Unshared(nn.Module):
 
 
 def load_rank_if_any(checkpoint: str | Path, replica: Attached) -> None:
-    """Go on from the state of this rank in `checkpoint`; without states of ranks, from the framework's alone.
+    """Restore the state of this rank from `checkpoint`; if that has no states of ranks, log a warning.
 
-    Raises `UsageError` where it has states of another number of ranks.
+    Raises `UsageError` if the states are those of another number of ranks.
     """
     if Path(checkpoint, "dure").exists():
         load_rank(checkpoint, replica)

@@ -58,33 +58,32 @@ class Job:
     collate function is `Samples(dataset, collate)`. Inputs are a tensor, a mapping or a tuple of tensors; the model is
     called as `model(inputs)`, `model(**inputs)` or `model(*inputs)`. `loss(outputs, targets)` returns the mean over the
     batch, a scalar; `accuracy(outputs, targets)` returns a share from 0 to 1. `steps` counts mini-batches per worker.
-    `split` distributes samples to workers (`data/split.py`). `optimum`, if known, is the minimum of the loss as a flat
-    tensor of all parameters. `source` describes the data in words.
+    `split` says which samples each worker has. `optimum`, if known, is the minimum of the loss as a flat tensor of all
+    parameters. `source` describes the data in words.
 
     `rows(inputs)` is for topologies whose servers hold parameters in rows (`hybrid`). It maps the name of each
     parameter of which a batch reads only some rows to the indices of those rows: 1-D int64, in any order, repeated or
     not. Rows that do not affect the loss, such as padding, may be left out.
 
-    `groups(name, parameter)` returns the fields of `optimizer` that differ for a parameter (`rates.py`). `schedule` is
-    a function of the step that returns a factor for all learning rates, or a text such as "cosine:steps=1000"
-    (`rates.py`); the step counts the mini-batches of a worker from 0.
+    `groups(name, parameter)` returns the fields of `optimizer` that differ for a parameter. `schedule` is a function of
+    the step that returns a factor for all learning rates, or a text such as "cosine:steps=1000"; the step counts the
+    mini-batches of a worker from 0.
 
     `stages(module)` is for partitions that split the model by layers. It returns the blocks of the model in the order
-    of the computation, each an `nn.Module` that takes the output of the block before it (`partition/blocks.py`). A
-    model that is an `nn.Sequential` needs none.
+    of the computation, each an `nn.Module` that takes the output of the block before it. A model that is an
+    `nn.Sequential` needs none.
 
-    `companions` are nodes beside workers and servers, from which the workers' gradients come (`companions.py`). `train`
-    then only has the shapes of a sample, and `loss` is not that of the training.
+    `companions` are nodes beside workers and servers, from which the workers' gradients come, as in reinforcement
+    learning. Then `train` has only the shapes of a sample, and `loss` is not the loss of the training.
 
-    `block_seconds` has the seconds of forward and backward of each block for a mini-batch. In virtual time they say
-    when backward completes each gradient and how a pipeline is cut. Only their shares count, as the seconds of a step
-    are those of the cluster.
+    `block_seconds` has the seconds of forward and backward of each block for a mini-batch. In virtual time they decide
+    when backward completes each gradient, and where a pipeline is cut. Only their shares count, because the cluster
+    gives the seconds of a step.
 
-    `accumulate` mini-batches are one step in planning and in timing-only runs: a worker sums their gradients before it
-    reduces them. Together they have `batch_size` samples. `precision` is that of matrix products there, a key of
-    `PRECISIONS`; if empty, that of the parameters. With `recompute`, backward computes the forward of each block again
-    there, and only the borders of blocks are kept for it. Real runs take one mini-batch, the parameters' precision, and
-    keep what autograd keeps.
+    Plans and timing-only runs read three fields; real runs ignore them. `accumulate` mini-batches, of `batch_size`
+    samples together, are one step: a worker sums their gradients before it reduces them. `precision` is the precision
+    of matrix products ("fp32", "tf32", "fp16", "bf16", "fp8"); if empty, that of the parameters. With `recompute`,
+    backward computes the forward of each block again, and only the borders of blocks are kept.
 
     `own_batch_size` is the `batch_size` with which the job was made, whatever replaces it later. The `seconds` of a
     step in a cluster file are those of such a mini-batch.

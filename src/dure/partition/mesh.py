@@ -23,7 +23,7 @@ ONE_STAGE = GPipe(stages=1, micro=1)
 class Mesh:
     """A model cut into the stages of `pipeline`, whose layers are `shared`, and whose parts are sharded by `zero`.
 
-    None for what the model is not; at least two are given.
+    At least two of the three are given; the others are None.
     """
 
     pipeline: Pipeline | None = None

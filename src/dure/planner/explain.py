@@ -224,16 +224,19 @@ def _value(name: str, value: float) -> str:
     return units.as_rate(value) if name == "bandwidth" else f"{value:g}"
 
 
+NONE_WORKS = "none of the best strategies works"
+
+
 def _others(sweep: Sweep, winner: str) -> list[tuple[float, str]]:
-    """The nearest value below and above at which another strategy wins, and that strategy."""
+    """The nearest value below and above at which another strategy wins, and that strategy, or that none works there."""
     found = []
     pairs = list(zip(sweep.at, sweep.winners(), strict=True))
     below = [(value, other) for value, other in reversed(pairs) if value < sweep.now]
     above = [(value, other) for value, other in pairs if value > sweep.now]
     for side in (below, above):
-        change = next(((value, other) for value, other in side if other not in (winner, None)), None)
-        if change is not None and change[1] is not None:
-            found.append((change[0], change[1]))
+        change = next(((value, other) for value, other in side if other != winner), None)
+        if change is not None:
+            found.append((change[0], change[1] or NONE_WORKS))
     return found
 
 

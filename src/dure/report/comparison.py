@@ -331,7 +331,8 @@ def _break_even_sentence(entry: Entry) -> str:
     even, here = cost["break_even"], entry.step_at(cost["link"])
     if even is None:
         return "no fewer bytes than float32 has are sent, so compression pays on no link."
-    where = f"It pays on links below {rate_text(even)}" if math.isfinite(even) else "It pays on every link"
+    every = "No cost of encoding is stated, so it pays on every link"
+    where = f"It pays on links below {rate_text(even)}" if math.isfinite(even) else every
     if here is None:
         return f"encoding and decoding take {seconds_text(cost['coding'])} of a step. {where}."
     pays = "pays" if here["seconds"] < here["fp32"] else "does not pay"

@@ -25,7 +25,7 @@ from dure.core.deployment import NodeId
 from dure.core.node import CodecWork
 from dure.core.vectors import size
 from dure.run.devices import in_summary
-from dure.run.strategy import codec_name
+from dure.run.strategy import codec_name, own_cost
 
 if TYPE_CHECKING:
     from dure.codec.base import Codec
@@ -64,7 +64,7 @@ def break_even_summary(setup: Setup, totals: Totals, cluster: Cluster | None) ->
         return {}
     name = codec_name(codec)
     given = {} if cluster is None else cluster.codecs
-    cost = _measured(setup, codec) if cluster is None else cost_of(name, given)
+    cost = _measured(setup, codec) if cluster is None else cost_of(name, given, own_cost(codec))
     source = "measured" if cluster is None else "cluster" if name in given else "default"
     compute = totals.time["compute"] / sum(row["steps"] for row in rows)
     coding = cost.seconds(codec_works(setup, codec)) / setup.period

@@ -14,7 +14,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from dure.core.accelerator_cost import ALL_REDUCES
-from dure.errors import StrategyError, UsageError
+from dure.core.text import quoted
+from dure.errors import ClusterError, StrategyError, UsageError
 from dure.job.companions import Companions
 from dure.job.data.split import IID, Striped
 from dure.job.job import Job, dtype_named, load_job
@@ -361,7 +362,7 @@ def _check(setup: Setup, cluster: Cluster | None) -> None:
                 "stage (remat=true): leave one of them out."
             )
     for name in cluster.codecs if cluster is not None else ():
-        check_codec_name(name)
+        _check_costs(name)
     if cluster is not None:
         _check_events(setup, cluster)
         check_worker_memory(setup, cluster)
@@ -369,6 +370,14 @@ def _check(setup: Setup, cluster: Cluster | None) -> None:
         check_rates(setup)
     if setup.topology.clocked:
         setup.server_side.optimizer(setup.job.optimizer)  # its error is raised now, not by a server
+
+
+def _check_costs(name: str) -> None:
+    """Raise `ClusterError` if the cluster gives costs of a codec that does not exist."""
+    try:
+        check_codec_name(name)
+    except StrategyError as error:
+        raise ClusterError(f"codecs: the cluster has the costs of a codec {quoted(name)}: {error}") from error
 
 
 def _check_accumulation(setup: Setup) -> None:

@@ -26,6 +26,7 @@ from dure.codec.fp32 import Float32
 from dure.core import user_code
 from dure.core.catalogue import Catalogue, combines, load, place_of
 from dure.core.catalogue import name_of as name_in_catalogue
+from dure.core.cost import CodecCost
 from dure.core.spec_text import (
     REQUIRED,
     MemberSpec,
@@ -566,12 +567,16 @@ def codec_name(codec: Codec) -> str:
     return "+".join(name_of(WRAPPER if i else "codec", each) for i, each in enumerate(_layers(codec)))
 
 
+def own_cost(codec: Codec) -> CodecCost:
+    """The cost that a codec's class states, without wrappers."""
+    return _layers(codec)[0].cost
+
+
 def check_codec_name(name: str) -> None:
-    """Raise `StrategyError` if `name` is not the `codec_name` of any codec."""
+    """Raise `StrategyError` if `name` is not the `codec_name` of any codec, in the catalogue or in a file."""
     for position, part in enumerate(name.split("+")):
-        if user_code.split(part):
-            raise StrategyError(f'"{part}" is a file, and a codec goes by its name in the catalogue.')
-        find(part, WRAPPER if position else "codec")
+        if position or user_code.split(part) is None:
+            find(part, WRAPPER if position else "codec")
     _check_joined(*name.split("+"))
 
 

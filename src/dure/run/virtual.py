@@ -38,7 +38,7 @@ from dure.run.step_shape import (
     slowest,
     step_shape,
 )
-from dure.run.strategy import codec_name
+from dure.run.strategy import codec_name, own_cost
 from dure.run.virtual_companions import VirtualCompanions
 from dure.run.virtual_history import VirtualHistory, VirtualModel
 from dure.run.virtual_membership import Attendance, ClusterEvents
@@ -229,7 +229,7 @@ class VirtualSegment:
             seed=setup.config.seeded,
             start=self.started,
             trace=setup.config.trace,
-            codec=cost_of(codec_name(setup.strategy.codec), run.cluster.codecs),
+            codec=cost_of(codec_name(setup.strategy.codec), run.cluster.codecs, own_cost(setup.strategy.codec)),
             slices=slices_of(setup, shape),
             shape=shape,
             slowest=slowest(setup, run.cluster) * left,

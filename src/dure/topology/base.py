@@ -274,7 +274,7 @@ class Topology:
 
     @property
     def slices(self) -> list[tuple[int, float]]:
-        """These slices as `VirtualRuntime.slices`, where backward completes equally many parameters in each second."""
+        """The elements of each slice, and the share of the gradient that is missing when the slice is complete."""
         return [(stop - start, start / self.plan.replica.numel) for start, stop in self.slice_ranges]
 
     @property

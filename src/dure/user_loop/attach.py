@@ -81,18 +81,19 @@ def attach(
     """Attach `model` to a method, for a training loop of the user's own on all ranks that were started together.
 
     Every rank calls this in the same place, with the same model and optimizer; all start from rank 0's values. `sync`,
-    `topology` and `codec` are those of a `Strategy`. `partition` can only be "none", because each rank has the whole
-    model: for any other value, the error names the call to use instead.
-    `shard="zero:stage=1"` has each rank keep the optimizer's state of its part of the model alone, and `"zero:stage=2"`
-    its part of the gradient alone; both under `bsp` over collectives, where parameters are whole at each rank.
-    `batch_size` is this rank's weight in means, where ranks differ. The optimizer does not change a parameter without a
-    gradient in this step; under `bsp` over collectives, without one at any rank. Where servers step, such a gradient
-    counts as zero. If a rank or a server sends no heartbeat for `frozen_after` seconds, the training of all ranks that
-    wait for it ends.
+    `topology` and `codec` are those of a `Strategy`. A `partition` other than "none" is refused, because each rank has
+    the whole model; the message names the call to use instead. With `shard="zero:stage=1"` each rank holds the
+    optimizer's state of its part of the model alone, with `"zero:stage=2"` also its part of the gradient alone; both
+    need `bsp` over collectives, and parameters stay whole at each rank. `batch_size` is this rank's weight in means, if batch sizes differ. If a rank or a server sends
+    no heartbeat for `frozen_after` seconds, the training of all ranks that wait for it ends.
 
-    Buffers that training changes, such as running statistics, are each rank's own. `buffers="mean"` merges them where
-    the models meet: means are averaged, and a count is the largest. `buffers="rank0"` takes those of rank 0, as
-    DistributedDataParallel does, under `bsp` over collectives after each step.
+    A parameter without a gradient in a step (under `bsp` over collectives: at every rank) stays as it is. If servers
+    take the step, the missing gradient counts as zero.
+
+    Buffers that training changes, such as running statistics, are each rank's own until the end, and until an
+    `evaluation()` that all ranks enter. There `buffers="mean"` averages them, and takes the largest of a count, and
+    `buffers="rank0"` takes those of rank 0; the latter, under `bsp` over collectives, also after each step, as
+    DistributedDataParallel does.
 
     The ranks and their servers admit only processes that have the key of the run: the content of `key_file`, 32 random
     bytes or more in a file of mode 0600; without it rank 0 draws one and hands it out through the store where the ranks

@@ -64,9 +64,9 @@ T = TypeVar("T")
 class Attached:
     """A model that trains as one of several replicas; made by `dure.attach`. A context manager.
 
-    Leaving it, or `close()`, ends the training: the method may still meet the others, and the model is what the
-    method delivers. After an error every call raises that error again. A warning is logged where the process ends, or
-    the object is dropped, after a step and without `close()`.
+    The end of the block, or `close()`, ends the training: the method synchronizes a last time where it has to, and the
+    model becomes the one that the method delivers. After an error every call raises that error again. If the process
+    ends, or the object is deleted, after a step and without `close()`, a warning is logged.
     """
 
     def __init__(
@@ -160,15 +160,17 @@ class Attached:
     def step(self, scaler: GradScaler | None = None) -> bool:
         """Step with the gradients that `backward()` left, and zero them; returns whether the training continues.
 
-        Give the `scaler` where losses are scaled: gradients are unscaled, and a step where they overflowed is skipped.
-        Over collectives an overflow at one rank skips the step at all ranks and lowers all their scales. Without a
-        scaler, a gradient that holds NaN or infinity skips the step too, and the third in a row raises `Quarantined`;
-        under BSP over collectives it is the mean that counts, at all ranks alike.
+        If losses are scaled, give the `scaler`: gradients are unscaled, and a step with an overflow is skipped. Over
+        collectives an overflow at one rank skips the step of all ranks, and lowers all scales. Without a scaler, a
+        gradient with NaN or infinity skips the step; under BSP over collectives the mean is checked, so all ranks skip.
 
-        False: some rank has no more work and all have ended at the same step (over collectives). Further steps do
-        nothing.
+        Over collectives, False means that a rank has no more batches: all ranks have ended at the same step, and
+        further steps do nothing.
 
-        Raises `ReplicaError` (parameters moved), `PeerLost` (a rank or a server is gone), what the method raises.
+        Raises:
+            Quarantined: the third gradient in a row holds NaN or infinity.
+            ReplicaError: the loop has replaced, added or frozen parameters.
+            PeerLost: a rank or a server has failed.
         """
         return self._step(scaler, self.optimizer)
 
@@ -229,14 +231,13 @@ class Attached:
     def skip(self) -> bool:
         """Make a step without a gradient: the clock advances, and this rank contributes zero.
 
-        The local optimizer does not step, unless other ranks have contributed to the mean (BSP over collectives): then
-        it steps as theirs do. Servers that step by the optimizer's rule count a zero in a mean with other ranks, and do
-        not step if all ranks skip: momentum, moments and weight decay stay as they are. As `step`, this returns False
-        once the training has ended.
+        The optimizer does not step: parameters, momentum, moments and weight decay stay as they are. If other ranks
+        contribute to the same mean (BSP over collectives, servers that take the step), the step is taken with that
+        mean, in which this rank counts as zero. As `step`, this returns False once the training has ended.
 
-        Under BSP over collectives `backward()` exchanges the gradient. After it, skip at every rank or at none:
-        a step that some ranks take makes the replicas differ, and is a `UsageError` at every rank in the next step
-        or `close()`.
+        Under BSP over collectives `backward()` exchanges the gradient. So call `skip` before `backward()`, or after it
+        at every rank. If some ranks skip after `backward()` and others step, the replicas differ: the next step or
+        `close()` raises `UsageError` at every rank.
         """
         if not self._may("skip"):
             return False
@@ -323,14 +324,15 @@ class Attached:
         return saved.is_kept_at_ranks(self.strategy, self._worker)
 
     def state_dict(self) -> dict[str, Any]:
-        """A copy of the state with which this rank goes on exactly, beside the model and the optimizer that are saved.
+        """A copy of this rank's state; save it beside the model and the optimizer to resume exactly.
 
-        Methods whose replicas differ between two meetings have the replica, the optimizer and the figures of the round
-        in it, each rank its own. Under `bsp` all ranks have one model and one optimizer, and it has the clock alone. It
-        holds tensors and plain values: `torch.save` writes it, and `torch.load` reads it with `weights_only=True`.
+        Under methods whose replicas differ between two synchronizations, it holds the replica, its optimizer and the
+        state of the method. Under `bsp`, where all ranks have one model and one optimizer, it holds the clock alone,
+        with a codec also its error memory, with shards this rank's part of the optimizer's state. It holds tensors and
+        plain values: `torch.save` writes it, and `torch.load` reads it with `weights_only=True`.
 
-        Raises `UsageError` where `keeps_state` is False: servers have the state, or averagings are under way; and
-        between `accumulate()` and `step()`.
+        Raises `UsageError` if `keeps_state` is False (servers have the state, or averagings are under way), and between
+        `accumulate()` and `step()`.
         """
         if self._lifetime.inside != "evaluation":
             self._may("state_dict")

@@ -264,12 +264,13 @@ _DTYPES = (*_WIDE, *_NARROW, torch.complex64, torch.complex128)
 def hook(codec: Codec | str, group: dist.ProcessGroup | None = None) -> "Hook":
     """A communication hook that encodes gradients by `codec`, an object or text such as "sign".
 
-    All ranks of `group` (of all there are, if None) call this; where they make several hooks, all make them, and
-    register them with their models, in the same order. `torch.distributed` may be initialized later: the hook then
-    finds the ranks at its first bucket, or at `state_dict()`.
+    All ranks of `group` (all ranks of the script, if None) call this. If a script has several hooks, every rank makes
+    them, and registers them with their models, in the same order. `torch.distributed` may be initialized later: then
+    the hook finds the ranks at its first bucket, or at `state_dict()`.
 
-    Raises `StrategyError` for what is no codec of the catalogue; `UsageError`, at the first bucket, where there are no
-    ranks.
+    Raises:
+        StrategyError: `codec` names no codec.
+        UsageError: at the first bucket, `torch.distributed` is not initialized.
     """
     made = resolved("codec", codec)
     check_joins(made)

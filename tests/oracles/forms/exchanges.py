@@ -27,7 +27,7 @@ from dure.codec.exchange import combining
 from dure.core.node import CodecWork, Ghost
 from dure.core.vectors import equal_ranges, size
 from dure.run.setup import Setup
-from dure.run.strategy import codec_name
+from dure.run.strategy import codec_name, own_cost
 from dure.runtime.virtual.network import path_of, paths_of
 from dure.topology.collective.algorithms import hosts_of
 from dure.topology.collective.choice import HOSTED, Collective
@@ -96,7 +96,8 @@ class Copies:
         return self._cost(*works) / self.speed * self.transfers.crowding(self.setup.workers)
 
     def _cost(self, *works):
-        return cost_of(codec_name(self.setup.strategy.codec), self.transfers.cluster.codecs).seconds(works)
+        codec = self.setup.strategy.codec
+        return cost_of(codec_name(codec), self.transfers.cluster.codecs, own_cost(codec)).seconds(works)
 
     def message_nbytes(self, ranges):
         """Bytes of a message of `ranges` of the model."""

@@ -208,16 +208,16 @@ class Data:
         return mapped(rows, inputs), mapped(rows, targets)
 
     def samplers(self, split: Split, batch_sizes: Sequence[int], *, seed: int) -> Sequence[BatchSampler]:
-        """As `DataSet`."""
+        """Make one sampler per worker according to `split`; worker k has batches of `batch_sizes[k]`."""
         labels = self.targets if isinstance(self.targets, Tensor) else no_labels(len(self))
         return split.samplers(labels, batch_sizes, seed=seed)
 
     def steps(self, epochs: float, batch: int) -> int:
-        """As `DataSet`."""
+        """Number of steps of `batch` samples in `epochs` passes."""
         return math.ceil(epochs * len(self) / batch)
 
     def to(self, dtype: torch.dtype) -> Data:
-        """As `DataSet`."""
+        """The same data set with floating-point values of `dtype`."""
 
         def cast(each: Tensor) -> Tensor:
             return each.to(dtype) if each.is_floating_point() else each
@@ -284,15 +284,15 @@ class Samples:
         return mapped(self._cast, inputs), mapped(self._cast, targets)
 
     def samplers(self, split: Split, batch_sizes: Sequence[int], *, seed: int) -> Sequence[BatchSampler]:
-        """As `DataSet`."""
+        """Make one sampler per worker according to `split`; worker k has batches of `batch_sizes[k]`."""
         return split.samplers(_labels(self.dataset), batch_sizes, seed=seed)
 
     def steps(self, epochs: float, batch: int) -> int:
-        """As `DataSet`."""
+        """Number of steps of `batch` samples in `epochs` passes."""
         return math.ceil(epochs * len(self) / batch)
 
     def to(self, dtype: torch.dtype) -> Samples:
-        """As `DataSet`. Batches are cast after they have been collated."""
+        """The same data set with floating-point values of `dtype`, to which each collated batch is cast."""
         return replace(self, dtype=dtype)
 
     def _cast(self, each: Tensor) -> Tensor:

@@ -90,7 +90,10 @@ class Stream:
         return torch.from_numpy(inputs), torch.from_numpy(targets)
 
     def samplers(self, split: Split, batch_sizes: Sequence[int], *, seed: int) -> Sequence[BatchSampler]:
-        """As `DataSet`, by the second table above."""
+        """Make one sampler per worker according to `split`; worker k has batches of `batch_sizes[k]`.
+
+        Raises `UsageError` for the split `dirichlet`, as tokens have no labels.
+        """
         if self.windows == "contiguous":
             return split.samplers(no_labels(len(self)), batch_sizes, seed=seed)
         if not isinstance(split, IID | Replicated | Striped):
@@ -107,7 +110,10 @@ class Stream:
         return [Draws(self, size, 0, size, seed=seed, stream=1 + rank) for rank, size in enumerate(batch_sizes)]
 
     def steps(self, epochs: float, batch: int) -> int:
-        """As `DataSet`. A pass has as many windows as fit in the text without overlap, also for random windows."""
+        """Number of steps of `batch` samples in `epochs` passes.
+
+        A pass has as many windows as fit in the text without overlap, also for random windows.
+        """
         passes = self.blocks / batch
         if self.windows == "batchified":
             passes = float(_windows_of_column(self, batch))

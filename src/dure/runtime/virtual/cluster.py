@@ -275,7 +275,14 @@ class Event(Validated):
 
 
 class Cluster(Validated):
-    """A virtual cluster; see the head of this module. Raises `ClusterError` where the values describe none."""
+    """A virtual cluster: machines, links, costs and events, with the keys of a cluster file.
+
+    Every key has a default: `Cluster()` has 8 equal machines. Parameter servers have machines of their own, numbered
+    after those of the workers, unless the topology places them beside workers.
+
+    Raises:
+        ClusterError: the values describe no cluster; the message names the key and the possible values.
+    """
 
     machines: tuple[Machines, ...] = Field(default=(Machines(count=8),), min_length=1)
     """Machines of the workers, a list with an entry for each kind. Default: one kind of 8 machines."""
