@@ -13,6 +13,7 @@ import io
 import os
 import re
 import shlex
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -73,7 +74,11 @@ def folder(tmp_path):
 def environment():
     sources = os.pathsep.join(str(ROOT / part) for part in ("src", "jobs/src", "studies/src"))
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
-    return {**os.environ, "PYTHONPATH": sources, "PATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "140"}
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = str(free.getsockname()[1])  # of torchrun, so that pages run beside each other
+    found = {"PYTHONPATH": sources, "PATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "140", "PET_MASTER_PORT": port}
+    return {**os.environ, **found}
 
 
 def lines(text):

@@ -81,11 +81,12 @@ def attach(
     """Attach `model` to a method, for a training loop of the user's own on all ranks that were started together.
 
     Every rank calls this in the same place, with the same model and optimizer; all start from rank 0's values. `sync`,
-    `topology` and `codec` are those of a `Strategy`. A `partition` is refused, and the message names other ways to
-    split the model. With `shard="zero:stage=1"` each rank holds the optimizer's state of its part of the model alone,
-    with `"zero:stage=2"` also its part of the gradient alone; both need `bsp` over collectives, and parameters stay
-    whole at each rank. `batch_size` is this rank's weight in means, if batch sizes differ. If a rank or a server sends
-    no heartbeat for `frozen_after` seconds, the training of all ranks that wait for it ends.
+    `topology` and `codec` are those of a `Strategy`. A `partition` other than "none" is refused, because each rank has
+    the whole model; the message names the call to use instead. With `shard="zero:stage=1"` each rank holds the
+    optimizer's state of its part of the model alone, with `"zero:stage=2"` also its part of the gradient alone; both
+    need `bsp` over collectives, and parameters stay whole at each rank. `batch_size` is this rank's weight in means, if
+    batch sizes differ. If a rank or a server sends no heartbeat for `frozen_after` seconds, the training of all ranks
+    that wait for it ends.
 
     A parameter without a gradient in a step (under `bsp` over collectives: at every rank) stays as it is. If servers
     take the step, the missing gradient counts as zero.

@@ -148,7 +148,10 @@ class Attached:
     def sampler(self, dataset: Sized, *, split: str = "iid", seed: int = 0, targets: Any = None) -> EpochSampler:
         """This rank's share of `dataset`, for `DataLoader(dataset, sampler=...)`; each pass is a new order.
 
-        `split` is a text as in `dure.job.data.split`; "dirichlet" needs `targets` (those of `dataset` if left out).
+        `split` is "iid" (disjoint equal parts), "dirichlet:alpha=0.1" (disjoint parts with unequal shares of the
+        classes; a smaller alpha makes them less equal), "whole" (all samples, each rank in an order of its own) or
+        "striped" (one order for all ranks, each its part of it). "dirichlet" needs `targets`, the class of each sample;
+        left out, they are those of `dataset`.
         """
         return share_of(dataset, self.rank, self.world_size, split=split, seed=seed, targets=targets)
 

@@ -454,7 +454,10 @@ def _never(_: torch.Tensor) -> None:
 
 
 class EpochSampler(TorchSampler[int]):
-    """Indices of one rank's samples: each pass over it is the next epoch, in a fresh order."""
+    """Indices of one rank's samples, from `Attached.sampler`: each pass over it is the next epoch, in a new order.
+
+    A new sampler begins with the first epoch.
+    """
 
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
