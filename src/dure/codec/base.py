@@ -15,6 +15,10 @@ if TYPE_CHECKING:
 
 Exchange = Literal["reduce_scatter", "all_gather"]
 
+COMBINED_SEED = (1 << 32) - 1
+"""Seed of the coder that encodes combined values: no rank. PyTorch's generators use 32 bits of a seed. A worker whose
+random numbers the coder shared would count more."""
+
 
 class CodecMemory(NamedTuple):
     """The vectors that coders keep from message to message, in lengths of their slices.
@@ -56,7 +60,11 @@ class Codec(ABC):
 
     @abstractmethod
     def coder(self, layout: SliceLayout, seed: int = 0) -> Coder:
-        """A new coder for one slice. `seed` starts the random numbers that the coder draws."""
+        """A new coder for one slice. `seed` starts the random numbers that the coder draws.
+
+        It is the rank of a worker. The coder that encodes combined values, at an owner of a stripe or a server, has
+        `COMBINED_SEED`.
+        """
 
     def keeps(self, senders: int) -> CodecMemory:
         """The vectors that its coders and its vote keep, for a number of `senders`.

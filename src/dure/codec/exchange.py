@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from dure.codec.base import Codec
+from dure.codec.base import COMBINED_SEED, Codec
 from dure.codec.coder import Coder, SliceLayout, restore, states
 from dure.core.node import CodecWork
 from dure.core.state import under_prefix, with_prefix
@@ -28,7 +28,7 @@ class Owner:
 
     def __init__(self, codec: Codec, layout: SliceLayout) -> None:
         self._coder = codec.coder(layout)
-        self._again = codec.coder(layout)
+        self._again = codec.coder(layout, COMBINED_SEED)
         self._vote = codec.vote()
 
     @property

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dure.codec.base import COMBINED_SEED
 from dure.codec.coder import SliceLayout
 from dure.codec.fp32 import Float32
 from dure.core.node import Address, Call, Operation, Reply, TensorSpec
@@ -340,7 +341,7 @@ class ShardHost(RemoteService):
         remedies: dict[str, Any] = {"corrections": Corrections.of(side.corrections), "max_delay": side.max_delay}
         codec = make(request["codec"], "codec")
         if not isinstance(codec, Float32):
-            remedies["coder"] = codec.coder(SliceLayout(*request["layout"]))
+            remedies["coder"] = codec.coder(SliceLayout(*request["layout"]), COMBINED_SEED)
         server = HostedServer(node, Shard(node, values, spec, ranges=ranges, segments=segments, **remedies))
         if request["number"] == 0:
             # The user's loop may rest as long as it likes, to evaluate or to save: no worker is evicted.

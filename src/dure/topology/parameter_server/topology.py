@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dure.codec.base import COMBINED_SEED
 from dure.core.node import Ghost
 from dure.core.vectors import FlatSlice, Ranges, equal_ranges, pieces, size
 from dure.errors import StrategyError
@@ -244,7 +245,7 @@ class ServerTopology(Topology):
             "max_delay": plan.method.max_delay,
         }
         if plan.codec is not None:
-            more |= {"coder": plan.codec.coder(self.layouts[number]), "vote": plan.codec.vote()}
+            more |= {"coder": plan.codec.coder(self.layouts[number], COMBINED_SEED), "vote": plan.codec.vote()}
         segments = plan.server_segments(ranges)
         return Shard(node, values, plan.server_optimizer, ranges=ranges, segments=segments, **more)
 
