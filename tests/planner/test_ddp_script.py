@@ -116,6 +116,15 @@ def test_the_command_and_the_script_for_gpus_train_on_them(tmp_path, gpus):
     ast.parse(script)
 
 
+def test_the_command_and_the_script_have_the_rate_that_reached_the_target():
+    scene, options = Scene(load_job("digits-mlp"), Cluster.uniform(workers=4), 128), PlanOptions(job="digits-mlp")
+    row = ranked("bsp", timed(scene, "bsp"), scene)
+    for scaled, rate in ((True, 0.4), (False, 0.1)):
+        command = command_of(scene, options, row, scaled=scaled)
+        assert ("--scale-lr" in command.line) == scaled
+        assert f"torch.optim.SGD(model.parameters(), lr={rate})" in script_of(command, scene.job, named=True)
+
+
 def test_an_optimizer_that_pytorch_lacks_has_no_script():
     job = load_job("digits-mlp").adjusted(optimizer=dure.OptimizerSpec("rmsprop", lr=0.1))
     assert ddp_script(job, "digits-mlp", None, workers=2, batch=8, line="torchrun ddp.py") is None

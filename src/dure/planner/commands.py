@@ -44,14 +44,14 @@ class Command:
         return line(Launch(self.config, len(self.ranks), self.ranks[0]), each)
 
 
-def command_of(scene: Scene, config: PlanOptions, row: Ranked) -> Command:
-    """The command that runs `row` on the machines of `scene`."""
+def command_of(scene: Scene, config: PlanOptions, row: Ranked, *, scaled: bool = False) -> Command:
+    """The command that runs `row` on the machines of `scene`; `scaled`: with the rate times the workers."""
     where, strategy = placed(scene, row.strategy)
     size = config_of(where, strategy).batch_size or 1
     job = config.job or scene.job.name
     device = "cuda" if where.cluster.accelerated else None
     options = TrainConfig(job=job, strategy=strategy, batch_size=size, data=config.data, on="torchrun", device=device)
-    return Command(options, ranks_of(where.cluster))
+    return Command(replace(options, scale_lr=scaled), ranks_of(where.cluster))
 
 
 def script_of(command: Command, job: Job, *, named: bool) -> str | None:
@@ -63,7 +63,7 @@ def script_of(command: Command, job: Job, *, named: bool) -> str | None:
     each = str(command.ranks[0]) if len(set(command.ranks)) == 1 else "RANKS"
     start = start_words(len(command.ranks), each)
     return ddp_script(
-        job,
+        job.adjusted(optimizer=config.optimizer_over(job.optimizer, sum(command.ranks))),
         text,
         config.data,
         workers=sum(command.ranks),

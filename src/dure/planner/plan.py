@@ -112,7 +112,8 @@ def planned(
     ordered = sorted((row.strategy for row in families), key=found.order.index)
     say("sweeping bandwidths, workers and batches", 0, None)
     swept = sweeps(scene, ordered, deadline.part(SWEEP))
-    commands = {row.strategy: command_of(scene, config, row) for row in found.rows}
+    scaled = {name for name, curve in curves.items() if curve.scaled}
+    commands = {row.strategy: command_of(scene, config, row, scaled=row.strategy in scaled) for row in found.rows}
     script = script_of(commands[winner], scene.job, named=job is None and scene.has_values) if winner == PLAIN else None
     return Ranking(
         scene=scene,
