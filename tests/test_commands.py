@@ -5,7 +5,7 @@ A block of `shell` is run. Captions (`{code-block} shell` with `:caption:`) deci
     Needs ...      is not run: the reader's hardware or software is missing here
     Takes ...      is run by `make soak`
     NAME.py        (any language) is a file of that name, which later commands use
-    Output         (text) is the standard output of the block before, where digits may differ and … stands for any lines
+    Output         (text) is the standard output of the block before: digits may differ, … stands for any lines
 """
 
 import contextlib
@@ -112,7 +112,8 @@ def check_output(shown, printed):
 
 
 def _figures_aside(line):
-    return " ".join(re.sub(r"[\d.,]+", "0", line).split())
+    """`line` without the values of numbers, the units of seconds, and the widths of columns."""
+    return " ".join(re.sub(r"[\d.,]+( (µs|ms|s)\b)?", "0", line).split())
 
 
 @pytest.mark.long
