@@ -11,6 +11,7 @@ import re
 import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, fields
+from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -161,16 +162,12 @@ def option(kind: type[Checked], name: str, default: Any) -> list[str]:
 
 
 def _values(hint: Any) -> str:
-    from dure.cli.flags import _plain as bare
-
-    kind = bare(hint)
-    choices = getattr(kind, "__args__", ()) if "Literal" in str(kind) else ()
-    if choices and get_origin(kind) is not tuple:
-        return ", ".join(f"`{each}`" for each in choices)
+    """The values of an option, in words."""
+    kind, _ = next(_parts(hint))
     if get_origin(kind) is tuple:
         return "several"
-    words = {bool: "switch", str: "text", int: "whole number", float: "number"}
-    return words.get(kind, "path" if "Path" in str(kind) else "text")
+    words = {bool: "switch", int: "whole number", float: "number", Path: "path"}
+    return ", ".join(f"`{each}`" for each in _choices(hint)) or words.get(kind, "text")
 
 
 # ---- keys of a cluster file, as Markdown

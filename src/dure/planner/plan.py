@@ -71,8 +71,8 @@ def plan(job: str | Job, *, on: str | Cluster = "", **options: Any) -> Ranking:
     """Rank the strategies for `job` on a cluster. Seconds are predicted, in virtual time.
 
     `job` is a built-in name, `"FILE.py:FUNCTION"`, or a `Job`. `on` is a cluster file, a `Cluster`, or "virtual" (a
-    uniform cluster); if it is left out, this machine is measured. `options` are those
-    of the command `dure plan`, by name.
+    uniform cluster); if it is left out, this machine is measured. `options` are those of
+    the command `dure plan`, by name.
 
     Raises:
         UsageError: an option is wrong, or no strategy fits; the message has the smallest change with which one fits.
